@@ -140,7 +140,8 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
     remote = [one for one in tensors if isinstance(one, OnDevice)]
     wanted = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
-    there = bool(remote) if wanted is None else wanted == "meta"
+    # Operations name the device as it is; functions are renamed by `_Names`.
+    there = bool(remote) if wanted is None else wanted in ("meta", "cuda")
     if not there and not remote:
         return func(*args, **kwargs)
     if any(one.device.type == "meta" for one in tensors if not isinstance(one, OnDevice)):
@@ -158,7 +159,7 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _check(func, args, kwargs, tensors, remote)
     if there and torch.Tag.nondeterministic_seeded in func.tags and not OnDevice.seeded:
         raise RuntimeError(f"{func} draws from the device's own generator, which nobody has seeded")
-    if wanted == "meta":
+    if wanted in ("meta", "cuda"):
         kwargs = kwargs | {"device": torch.device("cpu")}
     out = func(
         *_mapped(_values, args), **{name: _mapped(_values, value) for name, value in kwargs.items()}

@@ -82,7 +82,8 @@ def outputs(
 ) -> Tensor:
     """Run a simplex model at a point of the simplex."""
     inputs = simplex_layers.alpha_inputs(layout, alpha)
-    return layout.run_module({**layout.split_rows(row), **inputs}, x, training=training)
+    module = layout.train_module if training else layout.eval_module
+    return torch.func.functional_call(module, {**layout.split_rows(row), **inputs}, (x,))
 
 
 @pytest.mark.parametrize("plain", [sequential, convolutional])

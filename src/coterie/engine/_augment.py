@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coterie._util.importing import import_function
 from coterie.errors import ConfigError
-from coterie.models.layout import splitmix
+from coterie.models.draws import splitmix
 
 AugmentFunction = Callable[[Tensor, torch.Generator], Tensor]
 """(batch [samples, *features], generator) -> a batch of the same shape and type."""

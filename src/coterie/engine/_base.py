@@ -112,7 +112,7 @@ class Engine(ABC):
             rows: a model for each client.
             x: a batch for each.
             y: its targets.
-            inputs: values of the layout's input buffers.
+            inputs: values of the layout's input buffers, and of `KEY`.
         """
 
     @abstractmethod
@@ -346,16 +346,19 @@ class Engine(ABC):
         found, repeats = torch.unique_consecutive(sets[order], return_counts=True)
         who = order.to(table.device).split(repeats.tolist())
         for number, chosen in zip(found.tolist(), who, strict=True):
-            for places in pairs.sample_indices[number, : int(pairs.set_sizes[number])].split(size):
+            everything = pairs.sample_indices[number, : int(pairs.set_sizes[number])]
+            for piece, places in enumerate(everything.split(size)):
                 x, y = (
                     pairs.prepare_inputs(pairs.sets[chosen[:1]], places[None]),
                     pairs.samples.prepare_targets(places),
                 )
                 for part in chosen.split(min(block, most)):
                     models = pairs.models[part]
-                    outputs = self.forward(
-                        table[models], x, {k: v[models] for k, v in inputs.items()}
+                    chosen_inputs = {k: v[models] for k, v in inputs.items()}
+                    chosen_inputs |= pairs.draw_inputs(
+                        pairs.sets[chosen[:1]], piece * size, len(part)
                     )
+                    outputs = self.forward(table[models], x, chosen_inputs)
                     for name, value in self._sample_metrics(
                         outputs, y.expand(len(part), *y.shape)
                     ).items():
@@ -378,11 +381,11 @@ class Engine(ABC):
             for part in members.split(min(block, most)):
                 models, sets = pairs.models[part], pairs.sets[part]
                 chosen = {k: v[models] for k, v in inputs.items()}
-                for places in (
-                    pairs.sample_indices[sets, :number].split(size, dim=1) if number else ()
-                ):
+                pieces = pairs.sample_indices[sets, :number].split(size, dim=1) if number else ()
+                for piece, places in enumerate(pieces):
+                    drawn = pairs.draw_inputs(sets, piece * size, len(part))
                     outputs = self.forward(
-                        table[models], pairs.prepare_inputs(sets, places), chosen
+                        table[models], pairs.prepare_inputs(sets, places), {**chosen, **drawn}
                     )
                     for name, value in self._sample_metrics(
                         outputs, pairs.samples.prepare_targets(places)
@@ -392,9 +395,11 @@ class Engine(ABC):
     def _chunk_sizes(self, pairs: EvaluationPairs, table: Tensor) -> tuple[int, int]:
         """Return how many samples of a set, whatever the block, and models one call takes."""
         entries = self._max_entries(table) // max(1, pairs.samples.x[0].numel())
+        # What a forward pass draws belongs to the samples of a call, which must then be as many in
+        # every engine.
         piece = (
             _SAMPLES_ONE_MODEL
-            if self.runs_one_by_one(table.device)
+            if self.runs_one_by_one(table.device) or pairs.draw_keys is not None
             else _SAMPLES_MANY_MODELS.get(table.device.type, _SAMPLES_MANY_MODELS["cuda"])
         )
         size = max(1, min(piece, entries))
@@ -466,10 +471,11 @@ class Engine(ABC):
             for part in who.split(step):
                 models = pairs.models[part].to(table.device)
                 chosen = {name: value[models] for name, value in inputs.items()}
-                found = [
-                    self.forward(table[models], work.prepare_inputs(of, some[None]), chosen)
-                    for some in places.split(size)
-                ]
+                found = []
+                for piece, some in enumerate(places.split(size)):
+                    drawn = work.draw_inputs(of, piece * size, len(part))
+                    x = work.prepare_inputs(of, some[None])
+                    found.append(self.forward(table[models], x, {**chosen, **drawn}))
                 yield number, part, torch.cat(found, 1)
 
 

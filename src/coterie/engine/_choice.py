@@ -16,6 +16,7 @@ from coterie.engine.native.compiler import CompilerError
 from coterie.engine.native.simple import is_simple
 from coterie.engine.native.trace import NotTraceableError
 from coterie.errors import ConfigError, ModelError, OutOfMemory, describe_unknown, first_line
+from coterie.models.draws import KeyedDraws
 from coterie.models.layout import Layout
 from coterie.rng import Rng
 
@@ -55,8 +56,11 @@ def count_products(layout: Layout, x: Tensor) -> int:
 
 def _count_operations(layout: Layout, x: Tensor) -> "_ProductCounter":
     """Return what a module's forward pass of a small batch consists of."""
-    with torch.no_grad(), _ProductCounter() as counted:
-        layout.eval_module(x.to(next(layout.eval_module.parameters()).device))
+    x = x.to(next(layout.eval_module.parameters()).device)
+    # What the module draws is made of a key outside the counter, so that it does not count.
+    draws = KeyedDraws(torch.tensor(0, device=x.device))
+    with torch.no_grad(), draws, _ProductCounter() as counted:
+        layout.eval_module(x)
     return counted
 
 
@@ -183,6 +187,7 @@ def make_engine(
             "or 'loop'"
         )
     # The loop engine runs any module: what it cannot run is wrong with the module or its inputs.
+    layout.draws = {True: True, False: True}
     loop, problem = _make_loop_engine(layout, objective, x, y, precision)
     if problem is not None:
         layer, error = problem
@@ -190,6 +195,16 @@ def make_engine(
         raise ModelError(
             f"the module cannot be trained on inputs of shape {shape}: {layer}: {error}"
         ) from error
+    layout.draws = dict(loop.drew)
+    unstored = loop.changed_buffers(x.device)
+    if unstored:
+        warnings.warn(
+            f"the module's forward pass changes {', '.join(map(repr, unstored))}, which is not "
+            "kept from round to round: make it a persistent buffer of floating-point numbers, or of "
+            "one whole number",
+            stacklevel=3,
+        )
+        return _set_reason(loop, f"forward changes {unstored[0]!r}, which no row holds")
     if name == "loop":
         return _set_reason(loop, _AS_REQUESTED)
     if custom_optimizer:
@@ -272,7 +287,7 @@ def _make_loop_engine(
 def _find_failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | None:
     """Try an engine on two equal clients; return the layer at which it failed and the error."""
     layout = engine.layout
-    rows = torch.cat([layout.flatten_rewritten(layout.train_module)[None]] * 2)
+    rows = torch.cat([layout.own_values()[None]] * 2)
     inputs = layout.zero_inputs(2)
     # The names of the layers that are running: one that fails stays at the end, as its second hook
     # is not called.

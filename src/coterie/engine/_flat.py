@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from coterie.engine._own_optimizer import make_custom_optimizer
 from coterie.engine.optim import LocalTraining, RowOptimizer
-from coterie.models.layout import FunctionalBatchNorm, Layout, Slot, copy_module
+from coterie.models.layout import Layout, Slot, copy_module
 
 
 class FlatModel:
@@ -39,21 +39,18 @@ class FlatModel:
         self.train_module, self.eval_module = (
             _copy_to_device(module, device) for module in (layout.train_module, layout.eval_module)
         )
-        for part in self.train_module.modules():
-            # PyTorch's fused kernel writes into running statistics, which here are this model's own
-            # row.
-            if isinstance(part, FunctionalBatchNorm):
-                part.in_place = True
         self._channels_last = self._conv_weight_names() if channels_last else frozenset()
         self._row = torch.zeros(layout.size, dtype=layout.dtype, device=device)
         self.trained = self._row[: layout.trainable]
         self.gradient = torch.zeros_like(self.trained)
-        # running statistics, each a view of the row
+        # running statistics, each a view of the row: layers write into them in place
         self._running_stats: list[tuple[dict, str, Tensor]] = []
+        # buffers of whole numbers of each of the two modules, with their places in the row
+        self._counts: dict[nn.Module, list[tuple[dict, str, Tensor, Tensor]]] = {}
         # buffers that are set, with the module's own values
         self._input_buffers: list[tuple[dict, str, str, Tensor]] = []
         # buffers that are neither, with a copy of each
-        self._fixed_buffers: list[tuple[dict, str, Tensor, Tensor]] = []
+        self._fixed_buffers: list[tuple[dict, str, str, Tensor, Tensor]] = []
         # Both modules share one row, so that evaluation needs no copy of what was trained.
         for module in (self.train_module, self.eval_module):
             self._bind_tensors(module)
@@ -88,6 +85,8 @@ class FlatModel:
                 # one vector.
                 own.grad = gradients[name]
         shared: dict[int, Tensor] = {}
+        counts = self._counts[module] = []
+        count_views: dict[int, Tensor] = {}
         for path, part in module.named_modules():
             head = f"{path}." if path else ""
             for name, buffer in part._buffers.items():
@@ -95,6 +94,11 @@ class FlatModel:
                     continue
                 if head + name in self.layout.inputs:
                     self._input_buffers.append((part._buffers, name, head + name, buffer))
+                elif head + name in self.layout.whole:
+                    count_views[id(buffer)] = views[head + name]
+                    counts.append((part._buffers, name, buffer, views[head + name]))
+                elif id(buffer) in count_views:  # under a second name
+                    counts.append((part._buffers, name, buffer, count_views[id(buffer)]))
                 elif head + name in views:
                     # which counts its changes apart from other views
                     shared[id(buffer)] = views[head + name].data
@@ -102,7 +106,9 @@ class FlatModel:
                 elif id(buffer) in shared:  # under a second name
                     self._running_stats.append((part._buffers, name, shared[id(buffer)]))
                 else:
-                    self._fixed_buffers.append((part._buffers, name, buffer, buffer.clone()))
+                    self._fixed_buffers.append(
+                        (part._buffers, name, head + name, buffer, buffer.clone())
+                    )
 
     def _split_vector(self, vector: Tensor, turned: bool = True) -> list[Tensor]:
         """Return the tensors that lie in a vector of the length of a row or of its trained part.
@@ -146,18 +152,36 @@ class FlatModel:
         self.copy_from_row(self._row, row)
         for buffers, name, view in self._running_stats:
             buffers[name] = view
-        for buffers, name, buffer, value in self._fixed_buffers:
-            # What a module has counted or changed for one client must not reach the next one.
+        for buffers, name, _, buffer, value in self._fixed_buffers:
+            # What a module has changed for one client must not reach the next one.
             buffers[name] = buffer.copy_(value)
+        for counts in self._counts.values():
+            for buffers, name, buffer, view in counts:
+                # The average of several clients' counts is no whole number.
+                buffers[name] = buffer.copy_(view.round())
 
     def store_row(self, row: Float[Tensor, " params"]) -> None:
         """Write the model into a row."""
+        for buffers, name, _, view in self._counts[self.train_module]:
+            found = buffers[name]
+            # A count that did not change keeps the fraction that an average has left it.
+            same = found == view.round().to(found.dtype)
+            view.copy_(torch.where(same, view, found.to(view.dtype)))
         self.copy_to_row(self._row, row)
 
     def set_inputs(self, inputs: Mapping[str, Tensor]) -> None:
         """Set the input buffers of the modules; others have the module's own values."""
         for buffers, name, path, value in self._input_buffers:
             buffers[name] = inputs.get(path, value)
+
+    def changed_buffers(self) -> list[str]:
+        """Return the names of buffers in no row that a forward pass has changed."""
+        found = [
+            path
+            for buffers, name, path, _, value in self._fixed_buffers
+            if not torch.equal(buffers[name], value)
+        ]
+        return list(dict.fromkeys(found))
 
     def sync_running_stats(self) -> None:
         """Copy running statistics that a module replaced, instead of writing into them."""

@@ -1,8 +1,8 @@
 """The loop engine: one client after another, with PyTorch's kernels, for any module."""
 
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -12,11 +12,12 @@ from torch.nn import functional
 from coterie._util import pages
 from coterie.engine._base import Engine, Objective, cross_entropy
 from coterie.engine._flat import FlatModel, FlatOptimizer
-from coterie.engine._rewrites import align_memory
+from coterie.engine._rewrites import align_memory, plain_attention
 from coterie.engine._work import TrainingWork
 from coterie.engine.optim import LocalTraining
 from coterie.engine.precision import product_precision
 from coterie.engine.privacy import clip_factors
+from coterie.models.draws import KEY, KeyedDraws
 from coterie.models.layout import Layout
 
 _VECTOR = 16  # numbers in the widest registers
@@ -61,6 +62,8 @@ class LoopEngine(Engine):
     ) -> None:
         super().__init__(layout, objective, precision)
         self.channels_last = channels_last and not has_unsafe_convolution(layout.train_module)
+        # whether the last forward pass in each mode has drawn
+        self.drew = {True: False, False: False}
         self._is_cross_entropy = objective == cross_entropy
         self._thread_local = threading.local()  # a model and its optimizers in each thread
         # A trial of the engine hooks these modules, to name the layer that fails.
@@ -159,7 +162,7 @@ class LoopEngine(Engine):
         """Set a model's gradient and update its running statistics; return the loss."""
         model.set_inputs(inputs)
         model.gradient.zero_()
-        with self._forward_precision(x.device):
+        with self._forward_precision(x.device), self._keyed_draws(inputs, x.device, True):
             outputs = model.train_module(x)
         # Autocast leaves bfloat16; losses have the type of the model.
         outputs = outputs.to(self.layout.dtype)
@@ -172,6 +175,25 @@ class LoopEngine(Engine):
         loss.backward()
         model.sync_running_stats()
         return loss.detach()
+
+    def changed_buffers(self, device: torch.device) -> list[str]:
+        """Return the names of buffers in no row that the last forward passes have changed."""
+        return self._flat_model(device).changed_buffers()
+
+    @contextmanager
+    def _keyed_draws(
+        self, inputs: Mapping[str, Tensor], device: torch.device, training: bool
+    ) -> Iterator[None]:
+        """Make what a forward pass draws of its key."""
+        # The mode sees every operation, which costs time.
+        if not self.layout.draws[training]:
+            yield
+            return
+        key = inputs.get(KEY)
+        key = torch.zeros((), dtype=torch.int64, device=device) if key is None else key.to(device)
+        with plain_attention(device), KeyedDraws(key) as draws:
+            yield
+        self.drew[training] = draws.number > 0
 
     def _product_precision(self, device: torch.device) -> AbstractContextManager[None]:
         """Set PyTorch's products for forward and backward passes."""
@@ -209,6 +231,8 @@ class LoopEngine(Engine):
         with torch.no_grad(), product_precision(self.precision, rows.device):
             for i, row in enumerate(rows):
                 model.load_row(row)
-                model.set_inputs({name: value[i] for name, value in inputs.items()})
-                outputs.append(model.eval_module(align_memory(x[i if len(x) > 1 else 0])))
+                own = {name: value[i] for name, value in inputs.items()}
+                model.set_inputs(own)
+                with self._keyed_draws(own, rows.device, False):
+                    outputs.append(model.eval_module(align_memory(x[i if len(x) > 1 else 0])))
         return torch.stack(outputs).to(rows.dtype)

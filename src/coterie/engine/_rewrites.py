@@ -1,15 +1,20 @@
-"""Rewrites of layers that keep results: faster, or independent of other hosted clients.
+"""Functions of PyTorch in other words: faster, or independent of other hosted clients.
 
-The engines apply them; users write stock layers.
+The engines apply them while a module runs; the module and its layers stay what they are.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.models.layout import copy_module
@@ -92,63 +97,73 @@ def cross_entropy_by_gather(outputs: Tensor, targets: Tensor) -> Tensor:
     return -torch.log_softmax(outputs, 1).gather(1, targets[:, None]).squeeze(1)
 
 
-class StridedMaxPool(nn.Module):
-    """Max-pooling over windows that do not overlap, as the maximum of strided slices of the input.
+def pool_by_slices(
+    x: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> Any:
+    """Max-pool over windows that do not overlap, as the maximum of strided slices of the input.
 
-    The value and the gradient are those of `nn.MaxPool2d`: where several entries of a window are
-    equal, all of the gradient goes to the first of them in row-major order, and a NaN wins over
-    every number.
+    The value and the gradient are those of `functional.max_pool2d`: where several entries of a
+    window are equal, all of the gradient goes to the first of them in row-major order, and a NaN
+    wins over every number. Rows and columns that fill no window are left out. Pooling of another
+    kind returns NotImplemented.
+    """
+    kernel, pad = _as_pair(kernel_size), _as_pair(padding)
+    overlaps = stride is not None and stride != [] and _as_pair(stride) != kernel
+    if overlaps or ceil_mode or return_indices or pad != (0, 0) or _as_pair(dilation) != (1, 1):
+        return NotImplemented
+    height, width = kernel
+    rows, columns = x.shape[-2] // height * height, x.shape[-1] // width * width
+    best: Tensor | None = None
+    for i in range(height):
+        for j in range(width):
+            # Entry (i, j) of every window.
+            part = x[..., i:rows:height, j:columns:width]
+            best = part if best is None else _elementwise_max(best, part)
+    assert best is not None
+    return best
+
+
+def _elementwise_max(best: Tensor, part: Tensor) -> Tensor:
+    # torch.maximum shares the gradient between equal entries; without gradients its value is
+    # enough.
+    if not torch.is_grad_enabled():
+        return torch.maximum(best, part)
+    return torch.where((part > best) | part.isnan(), part, best)
+
+
+@dataclass(frozen=True)
+class _Convolution:
+    """A two-dimensional convolution without groups, with zeros around the images.
 
     Args:
-        height: of a window.
-        width: of a window.
+        kernel: of rows and columns, as all others.
+        padding: on each side.
+        dilation: between the entries of the kernel.
+        stride: between the windows.
     """
 
-    def __init__(self, height: int, width: int) -> None:
-        super().__init__()
-        self.height, self.width = height, width
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the maximum of each window; rows and columns that fill no window are left out."""
-        rows, columns = (
-            x.shape[-2] // self.height * self.height,
-            x.shape[-1] // self.width * self.width,
-        )
-        best: Tensor | None = None
-        for i in range(self.height):
-            for j in range(self.width):
-                # Entry (i, j) of every window.
-                part = x[..., i : rows : self.height, j : columns : self.width]
-                best = part if best is None else self._elementwise_max(best, part)
-        assert best is not None
-        return best
+    kernel: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    stride: tuple[int, int]
 
     @staticmethod
-    def _elementwise_max(best: Tensor, part: Tensor) -> Tensor:
-        # torch.maximum shares the gradient between equal entries; without gradients its value is
-        # enough.
-        if not torch.is_grad_enabled():
-            return torch.maximum(best, part)
-        return torch.where((part > best) | part.isnan(), part, best)
-
-
-class UnfoldedConv2d(nn.Module):
-    """A two-dimensional convolution as a matrix product over unfolded windows.
-
-    Many clients at once are then one batched matrix product, in which no client's result depends on
-    how many there are; the grouped convolution that PyTorch would make of them depends on it in the
-    last bits.
-
-    Args:
-        conv: the layer it stands for, without groups; its parameters are taken over.
-    """
-
-    def __init__(self, conv: nn.Conv2d) -> None:
-        super().__init__()
-        self.weight, self.bias = conv.weight, conv.bias
-        self.kernel, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
-        # The only text that comes here is "valid": `unfold_convolution` refuses "same".
-        self.padding = (0, 0) if isinstance(conv.padding, str) else conv.padding
+    def read(
+        x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int
+    ) -> "_Convolution | None":
+        """Return a convolution, or None for one with groups, one image or "same" padding."""
+        if groups != 1 or padding == "same" or x.ndim != 4:
+            return None
+        kernel = (int(weight.shape[2]), int(weight.shape[3]))
+        # The only other text is "valid".
+        pad = (0, 0) if isinstance(padding, str) else _as_pair(padding)
+        return _Convolution(kernel, pad, _as_pair(dilation), _as_pair(stride))
 
     def output_sides(self, x: Tensor) -> tuple[int, int]:
         """Return the height and the width of the result."""
@@ -159,20 +174,39 @@ class UnfoldedConv2d(nn.Module):
         )
         return height, width
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the convolution of a batch of images."""
-        # Samples x (channels * kernel) x places become (channels * kernel) x (samples * places), so
-        # that the weights multiply the whole batch at once.
-        windows = functional.unfold(x, self.kernel, self.dilation, self.padding, self.stride)
-        return self.multiply_windows(windows.transpose(0, 1).flatten(1), x)
-
-    def multiply_windows(self, windows: Tensor, x: Tensor) -> Tensor:
+    def multiply_windows(
+        self, windows: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
         """Return the product with the windows of a batch of images: one for the whole batch."""
-        y = torch.mm(self.weight.flatten(1), windows)
-        if self.bias is not None:
-            y = y + self.bias[:, None]
+        y = torch.mm(weight.flatten(1), windows)
+        if bias is not None:
+            y = y + bias[:, None]
         # Outputs x (samples * places) become samples x outputs x rows x columns.
         return y.unflatten(1, (len(x), *self.output_sides(x))).transpose(0, 1)
+
+
+def convolve_unfolded(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    """Convolve images by a matrix product over unfolded windows.
+
+    Many clients at once are then one batched matrix product, in which no client's result depends on
+    how many there are; the grouped convolution that PyTorch would make of them depends on it in the
+    last bits. A convolution of another kind returns NotImplemented.
+    """
+    kind = _Convolution.read(x, weight, stride, padding, dilation, groups)
+    if kind is None:
+        return NotImplemented
+    # Samples x (channels * kernel) x places become (channels * kernel) x (samples * places), so
+    # that the weights multiply the whole batch at once.
+    windows = functional.unfold(x, kind.kernel, kind.dilation, kind.padding, kind.stride)
+    return kind.multiply_windows(windows.transpose(0, 1).flatten(1), x, weight, bias)
 
 
 def _window_slices(size: torch.Size, windows: tuple[int, ...]) -> list[tuple[slice, slice]]:
@@ -224,88 +258,174 @@ class _ExtractWindows(torch.autograd.Function):
         return found, None
 
 
-class WindowedConv2d(UnfoldedConv2d):
-    """A two-dimensional convolution as a matrix product, with few launches: for a device.
+def convolve_windowed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Any:
+    """Convolve images by a matrix product, with few launches: for a device.
 
     Many clients at once are one batched product. cuDNN makes a grouped convolution of them, which
     it computes group by group, and whose last bits may differ between two calls. Where windows
-    would take too much memory, it is used.
+    would take too much memory, and for a convolution of another kind, it is used: NotImplemented.
     """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the convolution of a batch of images."""
-        if (
-            len(x) * math.prod(self.output_sides(x)) * math.prod(self.weight.shape[1:])
-            > _MAX_WINDOW_ENTRIES
-        ):
-            return functional.conv2d(
-                x, self.weight, self.bias, self.stride, self.padding, self.dilation
-            )
-        # pad takes the last axis first.
-        padded = functional.pad(
-            x, (self.padding[1], self.padding[1], self.padding[0], self.padding[0])
-        )
-        windows: Tensor = _ExtractWindows.apply(  # type: ignore[no-untyped-call]
-            padded.transpose(0, 1), (*self.kernel, *self.dilation, *self.stride)
-        )
-        return self.multiply_windows(windows.flatten(0, 1).flatten(1), x)
+    kind = _Convolution.read(x, weight, stride, padding, dilation, groups)
+    if kind is None:
+        return NotImplemented
+    entries = len(x) * math.prod(kind.output_sides(x)) * math.prod(weight.shape[1:])
+    if entries > _MAX_WINDOW_ENTRIES:
+        return NotImplemented
+    # pad takes the last axis first.
+    rows, columns = kind.padding
+    padded = functional.pad(x, (columns, columns, rows, rows))
+    windows: Tensor = _ExtractWindows.apply(  # type: ignore[no-untyped-call]
+        padded.transpose(0, 1), (*kind.kernel, *kind.dilation, *kind.stride)
+    )
+    return kind.multiply_windows(windows.flatten(0, 1).flatten(1), x, weight, bias)
 
 
-def unfold_convolution(
-    conv: nn.Module, as_product: type[UnfoldedConv2d] = UnfoldedConv2d
-) -> UnfoldedConv2d | None:
-    """Return a convolution as a matrix product; None for groups or another kind of padding."""
-    # A subclass may compute something else.
-    plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.padding_mode == "zeros"
-    if not plain or not isinstance(conv, nn.Conv2d) or conv.padding == "same":
-        return None
-    return as_product(conv)
+def _as_pair(value: Any) -> tuple[int, int]:
+    if isinstance(value, int):
+        return value, value
+    return int(value[0]), int(value[-1])
 
 
-def _as_pair(value: int | tuple[int, int]) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else (value[0], value[1])
+Moments = Callable[[Tensor, float], tuple[Tensor, Tensor, Tensor]]
+"""(inputs, eps) -> inputs normalized by the batch, its mean and biased variance, by channel."""
 
 
-def make_strided_pool(pool: nn.MaxPool2d) -> StridedMaxPool | None:
-    """Return the same pooling over strided slices, or None where windows overlap or are padded."""
-    # See `unfold_convolution`: a subclass may compute something else.
-    if type(pool) is not nn.MaxPool2d or pool.ceil_mode or pool.return_indices:
-        return None
-    kernel, stride = _as_pair(pool.kernel_size), _as_pair(pool.stride)
-    if kernel != stride or _as_pair(pool.padding) != (0, 0) or _as_pair(pool.dilation) != (1, 1):
-        return None
-    return StridedMaxPool(*kernel)
+def _batch_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    axes = [axis for axis in range(x.ndim) if axis != 1]
+    variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
+    # Written out: the last bits of the fused kernel depend on the other rows.
+    return (x - mean) * torch.rsqrt(variance + eps), mean.flatten(), variance.flatten()
 
 
-def with_strided_pools(module: nn.Module) -> nn.Module:
-    """Return a copy of a module with faster max-pooling; its tensors keep their names."""
-    return _replace_layers(
-        module, lambda part: make_strided_pool(part) if isinstance(part, nn.MaxPool2d) else None
+def normalize_batch(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
+    moments: Moments = _batch_moments,
+) -> Tensor:
+    """Compute `functional.batch_norm` with simple operations, of many models at once too.
+
+    Args:
+        input: samples, channels, places.
+        running_mean: written in place in training.
+        running_var: written in place in training.
+        weight: factor of each channel.
+        bias: added to each channel.
+        training: whether to normalize by the batch.
+        momentum: share of the batch in the new running statistics.
+        eps: added to the variance.
+        moments: how to normalize by the batch.
+    """
+    x = input
+    # Mean and variance need more digits than bfloat16 has.
+    x = x.float() if x.dtype == torch.bfloat16 else x
+    shape = (1, -1, *(1 for _ in x.shape[2:]))
+    if training:
+        functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
+        places = x.numel() // x.shape[1]  # values of a channel: samples times places
+        y, mean, variance = moments(x, eps)
+        if running_mean is not None and running_var is not None:
+            # PyTorch normalizes by the biased variance and tracks the unbiased one.
+            unbiased = variance.detach() * (places / (places - 1))
+            running_mean.copy_(running_mean + momentum * (mean.detach() - running_mean))
+            running_var.copy_(running_var + momentum * (unbiased - running_var))
+    else:
+        assert running_mean is not None
+        assert running_var is not None
+        y = (x - running_mean.reshape(shape)) * torch.rsqrt(running_var + eps).reshape(shape)
+    y = y if weight is None else y * weight.reshape(shape)
+    return y if bias is None else y + bias.reshape(shape)
+
+
+def _count_batches(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+    """Run a batch normalization whose running statistics are the plain mean over batches.
+
+    PyTorch's own reads the number of batches as a number, which many models at once do not have.
+    """
+    norm._check_input_dim(x)
+    rate: float | Tensor = 0.0
+    if norm.training and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        rate = 1 / norm.num_batches_tracked.to(x.dtype)
+    by_batch = norm.training or norm.running_mean is None
+    return functional.batch_norm(
+        x,
+        norm.running_mean,
+        norm.running_var,
+        norm.weight,
+        norm.bias,
+        by_batch,
+        rate,
+        norm.eps,  # type: ignore[arg-type]
     )
 
 
-def with_unfolded_convolutions(module: nn.Module) -> nn.Module:
-    """Return a copy whose results for a client do not depend on others, to the last bit."""
-    return _replace_layers(module, unfold_convolution)
+def with_counted_batches(module: nn.Module) -> nn.Module:
+    """Return a module whose batch normalizations need no momentum; itself where all have one.
+
+    Layers keep their type, name and attributes: the copy's layers have a `forward` of their own.
+    """
+
+    def counts(part: nn.Module) -> bool:
+        stock = type(part).forward is nn.modules.batchnorm._BatchNorm.forward
+        return stock and part.momentum is None and part.track_running_stats  # type: ignore[return-value]
+
+    if not any(counts(part) for part in module.modules()):
+        return module
+    module = copy_module(module)
+    for part in module.modules():
+        if counts(part):
+            part.forward = functools.partial(_count_batches, part)  # type: ignore[method-assign]
+    return module
 
 
-def with_windowed_convolutions(module: nn.Module) -> nn.Module:
-    """Return a copy with layers that a device computes for many clients at once in a faster way."""
-    return _replace_layers(module, lambda part: unfold_convolution(part, WindowedConv2d))
+class ReplacedFunctions(TorchFunctionMode):
+    """While active, functions of PyTorch are computed otherwise, wherever a module calls them.
+
+    Args:
+        functions: what computes a function; it takes its arguments, and returns NotImplemented for
+            what it leaves to PyTorch.
+    """
+
+    def __init__(self, functions: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one function; what it calls in turn is PyTorch's."""
+        other = self.functions.get(func)
+        if other is not None:
+            found = other(*args, **(kwargs or {}))
+            if found is not NotImplemented:
+                return found
+        return func(*args, **(kwargs or {}))
 
 
-def _replace_layers(
-    module: nn.Module, better: Callable[[nn.Module], nn.Module | None]
-) -> nn.Module:
-    def visit(parent: nn.Module) -> None:
-        for name, child in parent.named_children():
-            new = better(child)
-            if new is None:
-                visit(child)
-            else:
-                setattr(parent, name, new)
+def attend_plainly(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return attention by simple operations: the fused ones cannot be run over many models."""
 
-    # The module itself may be such a layer: as a child it can be replaced.
-    holder = nn.ModuleList([copy_module(module)])
-    visit(holder)
-    return holder[0].train(module.training)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(SDPBackend.MATH):
+            return func(*args, **kwargs)
+
+    return attend
+
+
+def plain_attention(device: torch.device) -> AbstractContextManager[None]:
+    """While active, attention on a device draws its dropout by operations that can be keyed."""
+    if device.type == "cpu":  # whose fused attention has no dropout
+        return nullcontext()
+    return sdpa_kernel(SDPBackend.MATH)

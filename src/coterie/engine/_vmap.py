@@ -1,25 +1,32 @@
 """The vmap engine: a block of clients as one batched program (torch.func.vmap over grad)."""
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
+from torch.nn import functional
 
 from coterie.engine._base import Engine, Objective, cross_entropy
 from coterie.engine._graphs import ReplayedFunction
 from coterie.engine._rewrites import (
+    ReplacedFunctions,
     UnbatchedProducts,
+    attend_plainly,
+    convolve_unfolded,
+    convolve_windowed,
     cross_entropy_by_gather,
     grad_and_value,
-    with_strided_pools,
-    with_unfolded_convolutions,
-    with_windowed_convolutions,
+    normalize_batch,
+    plain_attention,
+    pool_by_slices,
+    with_counted_batches,
 )
 from coterie.engine.precision import product_precision
+from coterie.models.draws import KEY, KeyedDraws
 from coterie.models.layout import Layout
 
 _CONVOLUTIONS = (
@@ -30,6 +37,26 @@ _CONVOLUTIONS = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
+# On a CPU a client's bits must not depend on the block; a device has a tolerance instead, and few
+# launches count more.
+# layers that call none of these functions
+_PLAIN = {
+    nn.Sequential, nn.Linear, nn.Flatten, nn.Identity, nn.Dropout, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU,
+}  # fmt: skip
+_ATTENTION: dict[Any, Callable[..., Any]] = {
+    func: attend_plainly(func)
+    for func in (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
+}
+_BOTH = {functional.batch_norm: normalize_batch, **_ATTENTION}
+_TRAINING: dict[str, dict[Any, Callable[..., Any]]] = {
+    "cpu": {torch.conv2d: convolve_unfolded, **_BOTH},
+    "other": {torch.conv2d: convolve_windowed, **_BOTH},
+}
+_EVALUATION: dict[Any, Callable[..., Any]] = {
+    functional.max_pool2d: pool_by_slices,
+    torch.max_pool2d: pool_by_slices,
+    **_ATTENTION,
+}
 
 
 class VmapEngine(Engine):
@@ -54,39 +81,73 @@ class VmapEngine(Engine):
         cuda_graphs: bool = False,
     ) -> None:
         super().__init__(layout, objective, precision)
-        self._eval_module = with_strided_pools(layout.eval_module)
-        # On a CPU a client's bits must not depend on the block; a device has a tolerance instead,
-        # and few launches count more.
-        trained = {
-            "cpu": with_unfolded_convolutions(layout.train_module),
-            "other": with_windowed_convolutions(layout.train_module),
-        }
-        self.modules = (*trained.values(), self._eval_module)
+        self._train_module = with_counted_batches(layout.train_module)
+        self._eval_module = layout.eval_module
+        self.modules = (self._train_module, self._eval_module)
+        # The mode sees every call of PyTorch, which takes longer than small layers do.
+        self._replaces = any(type(part) not in _PLAIN for part in layout.eval_module.modules())
         self._has_convolutions = any(
             isinstance(part, _CONVOLUTIONS) for part in layout.eval_module.modules()
         )
+        # What modules draw differs between clients: by their keys.
+        run = partial(vmap, randomness="different")
         self._gradients = {
-            device: vmap(grad_and_value(partial(self._batch_loss, module)))
-            for device, module in trained.items()
+            device: run(grad_and_value(partial(self._batch_loss, functions)))
+            for device, functions in _TRAINING.items()
         }
         self._replayed = ReplayedFunction(self._run_device_gradients) if cuda_graphs else None
         self._objective = cross_entropy_by_gather if objective == cross_entropy else objective
-        self._forward = vmap(self._model_outputs)
+        self._forward = run(self._model_outputs)
         # The batch has no axis of clients.
-        self._forward_shared = vmap(self._model_outputs, in_dims=(0, None, 0))
+        self._forward_shared = run(self._model_outputs, in_dims=(0, None, 0))
 
     def _batch_loss(
-        self, module: nn.Module, trained: dict, state: dict, inputs: dict, x: Tensor, y: Tensor
+        self,
+        functions: Mapping[Any, Callable[..., Any]],
+        trained: dict,
+        state: dict,
+        inputs: dict,
+        x: Tensor,
+        y: Tensor,
     ) -> tuple[Tensor, dict]:
-        tensors = {**trained, **state, **inputs}
-        loss = self._objective(
-            functional_call(module, tensors, (x,)).to(self.layout.dtype), y
-        ).mean()
-        # functional_call writes buffers that the module has replaced back into `tensors`.
-        return loss, {name: tensors[name] for name in state}
+        tensors = {**trained, **self.layout.unpack_state(state), **inputs}
+        with ReplacedFunctions(functions) if self._replaces else nullcontext():
+            outputs = self.layout.call_module(self._train_module, tensors, x)
+        loss = self._objective(outputs.to(self.layout.dtype), y).mean()
+        # The module has written into its buffers, or replaced them.
+        return loss, {name: self._keep_fraction(state[name], tensors[name]) for name in state}
+
+    @staticmethod
+    def _keep_fraction(before: Tensor, after: Tensor) -> Tensor:
+        """Return new state; a count that did not change keeps what an average has left of it."""
+        if after.is_floating_point():
+            return after.to(before.dtype)
+        return torch.where(after == before.round().to(after.dtype), before, after.to(before.dtype))
 
     def _model_outputs(self, tensors: dict, x: Tensor, inputs: dict) -> Tensor:
-        return functional_call(self._eval_module, {**tensors, **inputs}, (x,)).to(self.layout.dtype)
+        tensors = {**tensors, **self.layout.unpack_state(tensors), **inputs}
+        with ReplacedFunctions(_EVALUATION) if self._replaces else nullcontext():
+            outputs = self.layout.call_module(self._eval_module, tensors, x)
+        return outputs.to(self.layout.dtype)
+
+    @contextmanager
+    def _keyed_draws(
+        self, inputs: Mapping[str, Tensor], keys: Tensor, training: bool
+    ) -> Iterator[dict[str, Tensor]]:
+        """Make what forward passes draw of their keys; give the inputs without keys.
+
+        Args:
+            inputs: of the pass.
+            keys: zeros, where the inputs have no keys.
+            training: whether in training.
+        """
+        buffers = {name: value for name, value in inputs.items() if name != KEY}
+        if not self.layout.draws[training]:
+            yield buffers
+            return
+        keys = inputs.get(KEY, keys).to(keys.device)
+        with plain_attention(keys.device), KeyedDraws(keys):
+            yield buffers
 
     def runs_one_by_one(self, device: torch.device) -> bool:
         """See `Engine.runs_one_by_one`; a CPU is slow at convolutions with many weights."""
@@ -103,8 +164,9 @@ class VmapEngine(Engine):
         ):
             # A graph takes tensors by position.
             if self._replayed is not None and not cpu:
+                keys = inputs.get(KEY, _zero_keys(rows))
                 loss, grads, after = self._replayed(
-                    rows, x, y, *(inputs[name] for name in self.layout.inputs)
+                    rows, x, y, keys, *(inputs[name] for name in self.layout.inputs)
                 )
                 return loss, grads, after
             return self._run_gradients("cpu" if cpu else "other", rows, x, y, inputs)
@@ -112,9 +174,8 @@ class VmapEngine(Engine):
     def _run_device_gradients(
         self, rows: Tensor, x: Tensor, y: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        return self._run_gradients(
-            "other", rows, x, y, dict(zip(self.layout.inputs, inputs, strict=True))
-        )
+        names = (KEY, *self.layout.inputs)
+        return self._run_gradients("other", rows, x, y, dict(zip(names, inputs, strict=True)))
 
     def _run_gradients(
         self, device: str, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
@@ -123,9 +184,10 @@ class VmapEngine(Engine):
         views = layout.split_rows(rows.detach())
         trained = {s.name: views[s.name] for s in layout.slots if s.stop <= layout.trainable}
         state = {name: view for name, view in views.items() if name not in trained}
-        grads, (losses, new_state) = self._gradients[device](
-            trained, state, {**inputs, **self._frozen_weights(rows)}, x, y
-        )
+        with self._keyed_draws(inputs, _zero_keys(rows), True) as given:
+            grads, (losses, new_state) = self._gradients[device](
+                trained, state, {**given, **self._frozen_weights(rows)}, x, y
+            )
         after = (
             layout.join_tensors(new_state, trainable=False, lead=1)
             if state
@@ -146,11 +208,12 @@ class VmapEngine(Engine):
                 return torch.stack(
                     [self._forward_one(views, x, given, i) for i in range(len(rows))]
                 )
-            # With a shared batch, vmap makes one product of all clients' weights, whose rounding
-            # depends on how many they are: not on a CPU.
-            if len(x) == 1 and not cpu:
-                return self._forward_shared(views, x[0], given)
-            return self._forward(views, x.expand(len(rows), *x.shape[1:]), given)
+            with self._keyed_draws(given, _zero_keys(rows), False) as given:
+                # With a shared batch, vmap makes one product of all clients' weights, whose
+                # rounding depends on how many they are: not on a CPU.
+                if len(x) == 1 and not cpu:
+                    return self._forward_shared(views, x[0], given)
+                return self._forward(views, x.expand(len(rows), *x.shape[1:]), given)
 
     def _frozen_weights(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the frozen weights for each row: a product with one for all rounds by number.
@@ -168,6 +231,10 @@ class VmapEngine(Engine):
         self, views: dict[str, Tensor], x: Tensor, inputs: Mapping[str, Tensor], i: int
     ) -> Tensor:
         tensors = {name: view[i] for name, view in views.items()}
-        return self._model_outputs(
-            tensors, x[i if len(x) > 1 else 0], {name: value[i] for name, value in inputs.items()}
-        )
+        own = {name: value[i] for name, value in inputs.items()}
+        with self._keyed_draws(own, _zero_keys(x)[0], False) as given:
+            return self._model_outputs(tensors, x[i if len(x) > 1 else 0], given)
+
+
+def _zero_keys(rows: Tensor) -> Tensor:
+    return torch.zeros(len(rows), dtype=torch.int64, device=rows.device)

@@ -15,7 +15,7 @@ from coterie.engine._augment import Augmentation, FunctionAugmentation
 from coterie.engine.noise import InputNoise
 from coterie.engine.optim import LocalTraining
 from coterie.engine.privacy import PrivacyLedger, PrivateSteps
-from coterie.models.layout import splitmix
+from coterie.models.draws import KEY, splitmix
 
 _GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
 # steps of a client, and entries of their inputs, that are gathered at once
@@ -24,7 +24,7 @@ _PREPARED = 1 << 25  # entries of batches that are augmented before a native pro
 _MAX_COMPARED_ENTRIES = 1 << 26  # entries of rows that a device compares at once
 
 Batch = tuple[Tensor, Tensor, Mapping[str, Tensor]]
-"""Inputs, targets and values of the input buffers of some members of a block."""
+"""Inputs, targets, and values of the input buffers and of `KEY` of some members of a block."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +112,7 @@ class TrainingWork:
         anchor: models of the proximal term.
         prox: weight of the proximal term.
         inputs: values of the layout's input buffers, in each step.
-        dropout_keys: the key of each client's dropout masks, and the names of the buffers that take
-            them.
+        draw_keys: the key of what each client's forward passes draw; None where nothing is drawn.
         augment: augmentation of the inputs of each step.
         noise: added after augmentation.
         moments: the state of each client's optimizer, changed in place; a fresh one when None.
@@ -132,7 +131,7 @@ class TrainingWork:
     anchor: Float[Tensor, "clients params"] | None = None
     prox: float = 0.0
     inputs: Mapping[str, Shaped[Tensor, "clients steps *shape"]] = field(default_factory=dict)
-    dropout_keys: tuple[Int[Tensor, " clients"], tuple[str, ...]] | None = None
+    draw_keys: Int[Tensor, " clients"] | None = None
     augment: Augmentation | None = None
     noise: InputNoise | None = None
     moments: Float[Tensor, "clients moments trainable"] | None = None
@@ -154,9 +153,7 @@ class TrainingWork:
             batch_sizes=self.batch_sizes[rows],
             anchor=None if self.anchor is None else self.anchor[rows],
             inputs={name: value[rows] for name, value in self.inputs.items()},
-            dropout_keys=None
-            if self.dropout_keys is None
-            else (self.dropout_keys[0][rows], self.dropout_keys[1]),
+            draw_keys=None if self.draw_keys is None else self.draw_keys[rows],
             augment=None
             if self.augment is None
             else replace(self.augment, keys=self.augment.keys[rows]),
@@ -185,9 +182,7 @@ class TrainingWork:
             anchor=None,
             prox=0.0,
             inputs={name: value[:, only] for name, value in self.inputs.items()},
-            dropout_keys=None
-            if self.dropout_keys is None
-            else (step_keys(self.dropout_keys[0], step), self.dropout_keys[1]),
+            draw_keys=None if self.draw_keys is None else step_keys(self.draw_keys, step),
             augment=None
             if self.augment is None
             else replace(self.augment, keys=self.augment.keys + step),
@@ -219,9 +214,9 @@ class TrainingWork:
         owner, who, place = (
             each.to(self.samples.device) for each in (owner, members[owner], place)
         )
-        keys, augment, noise = self.dropout_keys, self.augment, self.noise
+        keys, augment, noise = self.draw_keys, self.augment, self.noise
         if keys is not None:
-            keys = (splitmix(step_keys(keys[0][who], step) + place), keys[1])
+            keys = splitmix(step_keys(keys[who], step) + place)
         if augment is not None:
             augment = replace(augment, keys=splitmix(augment.keys[who] + step) + place)
         if noise is not None:
@@ -236,7 +231,7 @@ class TrainingWork:
                 name: value[who.to(value.device), step][:, None]
                 for name, value in self.inputs.items()
             },
-            dropout_keys=keys,
+            draw_keys=keys,
             augment=augment,
             noise=noise,
             moments=None,
@@ -250,10 +245,8 @@ class TrainingWork:
         """Return the batches of some clients in a step."""
         places = self.sample_indices[members, step, :size]
         values = {name: value[members, step] for name, value in self.inputs.items()}
-        if self.dropout_keys is not None:
-            keys, names = self.dropout_keys
-            # All dropout layers get one key, and each mixes in a number of its own.
-            values |= dict.fromkeys(names, step_keys(keys[members], step))
+        if self.draw_keys is not None:
+            values[KEY] = step_keys(self.draw_keys[members], step)
         x = self.samples.prepare_inputs(places)
         if self.augment is not None:
             x = self.augment(x, members, step)
@@ -317,9 +310,8 @@ class TrainingWork:
             x, y = self.samples.prepare_inputs(places), self.samples.prepare_targets(places)
             for number, step in enumerate(steps):
                 values = {name: value[row, step] for name, value in self.inputs.items()}
-                if self.dropout_keys is not None:
-                    keys, names = self.dropout_keys
-                    values |= dict.fromkeys(names, step_keys(keys[member], step)[0])
+                if self.draw_keys is not None:
+                    values[KEY] = step_keys(self.draw_keys[member], step)[0]
                 own, at = x[number : number + 1], places[number : number + 1]
                 if self.augment is not None:
                     own = self.augment(own, member, step)
@@ -360,7 +352,7 @@ class TrainingTotals:
 
 
 def step_keys(keys: Int[Tensor, " clients"], step: int) -> Int[Tensor, " clients"]:
-    """Return the keys of a step's dropout masks from those of a training: 64 bits, wrapping."""
+    """Return the keys of a step's draws from those of a training: 64 bits, wrapping."""
     # The product wraps at 64 bits and is read as signed, as native/steps.h computes it.
     away = step * _GOLDEN % (1 << 64)
     return keys + (away - (1 << 64) if away >> 63 else away)
@@ -402,6 +394,8 @@ class EvaluationPairs:
         models: row of each pair's model in the table of models.
         sets: the set of each pair.
         noise: on the inputs of each set; the same for all models measured on it.
+        draw_keys: the key of what forward passes on each set draw, the same for all models; None
+            where nothing is drawn.
     """
 
     samples: RawSamples
@@ -410,6 +404,7 @@ class EvaluationPairs:
     models: Int[Tensor, " pairs"]
     sets: Int[Tensor, " pairs"]
     noise: InputNoise | None = None
+    draw_keys: Int[Tensor, " sets"] | None = None
 
     def to_sample_device(self) -> "EvaluationPairs":
         """Return the same pairs with all but the sizes of sets on the samples' device."""
@@ -418,7 +413,24 @@ class EvaluationPairs:
         places, models, sets = (
             each.to(device) for each in (self.sample_indices, self.models, self.sets)
         )
-        return replace(self, sample_indices=places, models=models, sets=sets, noise=noise)
+        keys = None if self.draw_keys is None else self.draw_keys.to(device)
+        return replace(
+            self, sample_indices=places, models=models, sets=sets, noise=noise, draw_keys=keys
+        )
+
+    def draw_inputs(
+        self, sets: Int[Tensor, " members"], start: int, models: int
+    ) -> dict[str, Int[Tensor, " models"]]:
+        """Return the keys of forward passes of so many models on parts of sets.
+
+        Args:
+            sets: the sets, or one for all of the models.
+            start: the number of the part's first sample within its set.
+            models: how many.
+        """
+        if self.draw_keys is None:
+            return {}
+        return {KEY: splitmix(self.draw_keys[sets] + start).expand(models)}
 
     def prepare_inputs(
         self, sets: Int[Tensor, " members"], places: Int[Tensor, "members width"]

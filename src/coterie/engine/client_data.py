@@ -11,6 +11,7 @@ from coterie.data.federation import SPLITS, Federation
 from coterie.engine._work import RawSamples
 from coterie.engine.noise import InputNoise
 from coterie.functional.losses import Loss, cast_targets
+from coterie.models.draws import splitmix
 from coterie.rng import Rng
 
 
@@ -149,6 +150,19 @@ class ClientData:
     def draw_keys(self, rng: Rng, purpose: str) -> Int[Tensor, " clients"]:
         """Return the keys of the clients' draws for a purpose, on the device of the samples."""
         return rng.draw_keys(purpose, self.ids).to(self.device)
+
+    def test_draw_keys(self, rng: Rng, number: int, sets: int) -> Int[Tensor, " sets"]:
+        """Return the keys of what models draw while they are measured on parts of a test set.
+
+        Args:
+            rng: the streams of the round.
+            number: of the test set.
+            sets: into how many sets it is cut.
+        """
+        # As of `test_noise`, the stream belongs to the test set.
+        name = self.federation.tests[number].name
+        key = int(rng.generator(f"draws.test.{name}").integers(1 << 62))
+        return splitmix(key + torch.arange(sets))
 
     def input_noise(self, rng: Rng, purpose: str) -> InputNoise | None:
         """Return the noise on the clients' inputs, on the CPU; None where there is none."""

@@ -97,7 +97,7 @@ class ClientModel:
 
     def module_values(self) -> Float[Tensor, " params"]:
         """Return the module's own values as a row."""
-        return self.layout.flatten_rewritten(self.layout.train_module).to(self.device)
+        return self.layout.own_values().to(self.device)
 
     def apply_buffer_policy(
         self, before: Float[Tensor, "clients params"], merged: Float[Tensor, "clients params"]
@@ -112,7 +112,7 @@ class ClientModel:
             return self.sharing.keep_local(before, merged)
         own = before[:, start:]
         if self.buffers == "reset":
-            initial = self.layout.flatten_rewritten(self.layout.train_module)[start:]
+            initial = self.layout.own_values()[start:]
             own = initial.to(merged).expand(len(merged), -1)
         return self.sharing.keep_local(before, torch.cat([merged[:, :start], own], dim=1))
 
@@ -131,8 +131,7 @@ def _find_input_conversion(
         return InputConversion(federation.parts)
     layout = Layout(module, dtype, InputConversion(whole=True))
     try:
-        with torch.no_grad():
-            layout.eval_module(x)
+        layout.try_module(x)
     # The module refuses whole numbers, as a linear layer does.
     except MODULE_ERRORS:
         return InputConversion()

@@ -25,7 +25,7 @@ _MAX_COMPLETED_ENTRIES = 1 << 24
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """Evaluates models of clients. No random draw of a run is made.
+    """Evaluates models of clients. No random draw of a run is made; those of models have own keys.
 
     Args:
         data: the clients.
@@ -34,7 +34,7 @@ class Evaluator:
         metrics: what `evaluate` measures in addition to the loss and the metric that goes with it.
         engine: computes the outputs.
         block: models that are run at once.
-        rng: the streams of the round, which decide the noise on inputs.
+        rng: the streams of the round, which decide the noise on inputs and what models draw.
         cache: by split, the models that were scored last with `keep`, and their losses, NaN for
             unknown ones; all views of these data share it.
     """
@@ -72,7 +72,8 @@ class Evaluator:
         """Return each client's loss on each of its samples, on the CPU; NaN after its last one."""
         samples, indices = self.data.samples, self.data.sample_indices(split)
         counts, everybody = self.data.count_samples(split), torch.arange(len(self.data))
-        pairs = EvaluationPairs(samples, indices, counts, everybody, everybody)
+        keys = self._draw_keys(split)
+        pairs = EvaluationPairs(samples, indices, counts, everybody, everybody, draw_keys=keys)
         found = torch.full(indices.shape, torch.nan, dtype=self.layout.dtype)
         # Each set has one pair, so that `outputs` has one row.
         for client, _, outputs in self._iterate_outputs(params, pairs, None):
@@ -94,8 +95,9 @@ class Evaluator:
             losses = self._score_completed(
                 inbox.part, inbox.own, inbox.table, models, clients, split
             )
-        # noise on inputs is another in every round, so that no loss holds for the next one
-        elif keep and self.data.federation.noise is None:
+        # Noise on inputs, and what models draw, is another in every round, so that no loss holds
+        # for the next one.
+        elif keep and self.data.federation.noise is None and not self.layout.draws[False]:
             losses = self._score_cached(inbox.table, models, clients, split)
         else:
             losses = self._score_pairs(inbox.table, models, clients, split)
@@ -163,6 +165,7 @@ class Evaluator:
             models,
             clients,
             self.data.input_noise(self.rng, "noise"),
+            self._draw_keys(split),
         )
         values = self._measure_pairs(table, pairs, inputs)
         if self.loss.kind == self.loss.metric:  # both have the same value
@@ -218,7 +221,8 @@ class Evaluator:
     ) -> tuple[dict[str, Tensor], Float[Tensor, "clients classes"], Int[Tensor, "clients classes"]]:
         """Return the loss and its metric, from one pass over the samples of each class.
 
-        They equal those of `evaluate` up to the rounding of the loss. With them the recall of each
+        They equal those of `evaluate` up to the rounding of the loss, and to what a module draws in
+        evaluation. With them the recall of each
         class on the test set that serves each client, NaN for a class without samples, and how
         many samples it has.
         """
@@ -240,6 +244,7 @@ class Evaluator:
                 models.repeat_interleave(len(present)),
                 torch.arange(len(present)).repeat(len(models)),
                 self.data.test_noise(self.rng, number, len(present)),
+                self._test_draw_keys(number, len(present)),
             )
             means = {
                 name: value.reshape(len(models), len(present))
@@ -297,7 +302,21 @@ class Evaluator:
         # One set, which all of the models are measured on.
         everything, size = torch.arange(len(test))[None], torch.tensor([len(test)])
         noise = self.data.test_noise(self.rng, number, 1)
-        return EvaluationPairs(test, everything, size, models, torch.zeros_like(models), noise)
+        keys = self._test_draw_keys(number, 1)
+        return EvaluationPairs(
+            test, everything, size, models, torch.zeros_like(models), noise, keys
+        )
+
+    def _draw_keys(self, split: str) -> Tensor | None:
+        """Return the keys of what models draw on each client's data; None where they do not."""
+        if not self.layout.draws[False]:
+            return None
+        return self.data.draw_keys(self.rng, f"draws.{split}")
+
+    def _test_draw_keys(self, number: int, sets: int) -> Tensor | None:
+        if not self.layout.draws[False]:
+            return None
+        return self.data.test_draw_keys(self.rng, number, sets)
 
     def _apply_metric(self, metric: Metric, outputs: Tensor, targets: Tensor) -> float:
         """Return a metric of one model's outputs."""

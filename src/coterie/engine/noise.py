@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie.models.layout import splitmix
+from coterie.models.draws import splitmix
 
 _WORD = (1 << 32) - 1
 

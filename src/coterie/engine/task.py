@@ -370,8 +370,7 @@ def _check_outputs(layout: Layout, loss: Loss, data: ClientData, x: Tensor) -> N
     A module that fails on the inputs is left to the engines, which say where it does.
     """
     try:
-        with torch.no_grad():
-            outputs = layout.eval_module(x)
+        outputs = layout.try_module(x)
     except MODULE_ERRORS:
         return
     classes = data.federation.classes

@@ -30,7 +30,8 @@ from coterie.engine.stepwise import StepwiseTraining
 from coterie.errors import ConfigError, ModelError
 from coterie.functional import metrics
 from coterie.functional.losses import Loss
-from coterie.models.layout import FunctionalBatchNorm, Layout
+from coterie.models.draws import KeyedDraws
+from coterie.models.layout import Layout
 from coterie.rng import Rng
 
 
@@ -235,9 +236,9 @@ class Trainer:
         # -1 pads short batches: 0 is a valid index, and `batch_sizes` ends each batch before it.
         order = schedule.sample_order.clamp(min=0)
         indices = data.sample_indices("train").gather(1, order.flatten(1)).reshape(order.shape)
-        dropout_keys = None
-        if self.layout.keys:
-            dropout_keys = (data.draw_keys(rng, f"{purpose}.dropout"), self.layout.keys)
+        draw_keys = None
+        if self.layout.draws[True]:
+            draw_keys = data.draw_keys(rng, f"{purpose}.dropout")
         noise = data.input_noise(rng, f"{purpose}.noise")
         return TrainingWork(
             data.samples,
@@ -245,7 +246,7 @@ class Trainer:
             schedule.batch_sizes,
             local,
             inputs=inputs or {},
-            dropout_keys=dropout_keys,
+            draw_keys=draw_keys,
             augment=self._make_augmentation(local, rng, purpose),
             noise=None if noise is None else noise.to(data.samples.device),
             rates=local.learning_rates(
@@ -375,12 +376,13 @@ class Trainer:
         """Return whether the module trains on a batch of one sample."""
         x = self.data.samples.prepare_inputs(torch.zeros(1, dtype=torch.int64))
         try:
-            with torch.no_grad():
-                # A copy, since a forward pass in training mode changes running statistics.
+            # A copy, since a forward pass in training mode changes running statistics; with a key
+            # of its own, since it must not draw from anybody's stream.
+            with torch.no_grad(), KeyedDraws(torch.tensor(0, device=x.device)):
                 copy.deepcopy(self.layout.train_module)(x)
         except ValueError as error:
-            # The text of the error is that of `FunctionalBatchNorm`.
-            return "more than one value a channel" not in str(error)
+            # The text of the error is that of PyTorch's batch normalization.
+            return "more than 1 value per channel" not in str(error)
         except MODULE_ERRORS:  # left to the engines
             return True
         return True
@@ -396,10 +398,9 @@ class Trainer:
             return
         for name, part in self.layout.train_module.named_modules():
             if _joins_samples(part):
-                kind = type(part).__name__.removeprefix("Functional")
                 raise ModelError(
-                    f"local.dp needs the gradient of each sample, and {kind} {name!r} joins "
-                    "samples: take nn.GroupNorm or nn.LayerNorm"
+                    f"local.dp needs the gradient of each sample, and {type(part).__name__} "
+                    f"{name!r} joins samples: take nn.GroupNorm or nn.LayerNorm"
                 )
         if self.loss.whole:
             raise ModelError(
@@ -420,4 +421,4 @@ def _joins_samples(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.instancenorm._InstanceNorm):
         # It normalizes each sample alone, but its running statistics are means over samples.
         return module.track_running_stats
-    return isinstance(module, FunctionalBatchNorm | nn.modules.batchnorm._BatchNorm)
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)

@@ -1,15 +1,14 @@
 """Models: an nn.Module as rows of one flat matrix (Layout), and the papers' reference networks.
 
 A population's models are a `clients x params` matrix. A row holds what differs between clients:
-first the trainable parameters, then the floating-point state that is not trained (running
-statistics). So mixing, comparing and storing models are operations on one array; comparisons use
-the trainable part only. Frozen weights (`requires_grad` is False) are in no row: they are one
-tensor for all clients, which nobody sends.
+first the trainable parameters, then the state that is not trained (running statistics, and counts
+as floating-point numbers). So mixing, comparing and storing models are operations on one array;
+comparisons use the trainable part only. Frozen weights (`requires_grad` is False) are in no row:
+they are one tensor for all clients, which nobody sends.
 
-Modules with hidden state or hidden randomness cannot be run over many rows at once. `Layout`
-therefore works on a copy in which batch normalization returns its new statistics instead of writing
-them in place, and dropout draws from a counter-based stream whose key is an input. Both compute
-what the originals compute.
+The module that runs is the user's: a `Layout` copies it and rewrites nothing in it. What a forward
+pass draws is made of keys below the module (`models.draws`), and engines that run many rows at once
+replace functions of PyTorch, not layers.
 """
 
 import copy
@@ -26,12 +25,12 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn import functional
 
 from coterie._util.importing import import_object
 from coterie.data.source import InputPart
 from coterie.errors import ConfigError, ModelError, describe_unknown
 from coterie.models import networks
+from coterie.models.draws import KeyedDraws
 from coterie.rng import EVERYONE, Rng
 
 ModelFactory = Callable[[], nn.Module] | nn.Module
@@ -62,171 +61,42 @@ class NamedModel:
 
 ModelSource = str | NamedModel | ModelFactory
 BUFFER_POLICIES = ("average", "local", "reset")
+# entries of a buffer of whole numbers above which it is a table and no count
+_MAX_COUNTS = 1024
 
 
-class KeyedDropout(nn.Module):
-    """Dropout whose mask is a function of a key (an input buffer), the layer and the element.
-
-    Args:
-        p: probability of zeroing, in [0, 1).
-        channels: zero whole channels (axis 1), as `nn.Dropout2d` does.
-        layer: a different number for each dropout layer of a network.
-    """
-
-    key: Tensor
-    input_buffers = ("key",)
-
-    def __init__(self, p: float, channels: bool, layer: int) -> None:
-        super().__init__()
-        self.p, self.channels, self.layer = p, channels, layer
-        self.register_buffer("key", torch.zeros((), dtype=torch.int64), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Zero entries while training; pass through in evaluation."""
-        if not self.training or self.p == 0:
-            return x
-        # Axes are samples, channels, places: whole channels have one draw for all places.
-        shape = (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.channels else tuple(x.shape)
-        place = torch.arange(math.prod(shape), device=x.device)
-        # The layer goes into the key before it is mixed, so that layers do not share draws.
-        bits = splitmix(splitmix(self.key + self.layer) + place)
-        # 53 random bits against p in units of 2^-53: integers on both sides.
-        keep = ((bits & ((1 << 53) - 1)) >= int(self.p * (1 << 53))).reshape(shape)
-        return x * keep.to(x.dtype) / (1 - self.p)
-
-
-def splitmix(z: Tensor) -> Tensor:
-    """Return 64 mixed bits of each integer: SplitMix64 (Steele, Lea & Flood 2014), wrapping."""
-    # The unsigned constants of SplitMix64 as int64, which wraps alike. `>>` repeats the sign bit of
-    # int64; the masks cut the copies off.
-    z = z * -7046029254386353131
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * -4658895280553007687
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * -7723592293110705685
-    return z ^ ((z >> 31) & ((1 << 33) - 1))
-
-
-class FunctionalBatchNorm(nn.Module):
-    """Batch normalization that replaces its running statistics instead of writing into them.
-
-    Args:
-        norm: the layer that it replaces; it takes over its parameters and statistics.
-
-    Attributes:
-        in_place: compute by PyTorch's fused kernel, which writes into the running statistics: where
-            one model is trained at a time, whose tensors are the module's own.
-    """
-
-    in_place: bool = False
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    num_batches_tracked: Tensor | None
-
-    def __init__(self, norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> None:
-        super().__init__()
-        self.eps, self.momentum = norm.eps, norm.momentum
-        self.weight, self.bias = norm.weight, norm.bias
-        self.register_buffer("running_mean", norm.running_mean)
-        self.register_buffer("running_var", norm.running_var)
-        count = norm.num_batches_tracked
-        self.register_buffer(
-            "num_batches_tracked", None if count is None else count.to(torch.get_default_dtype())
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize by the batch in training, by running statistics in evaluation."""
-        # Mean and variance need more digits than bfloat16 has.
-        x = x.float() if x.dtype == torch.bfloat16 else x
-        if not self.training and self.running_mean is not None:
-            return functional.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-            )
-        axes = [axis for axis in range(x.ndim) if axis != 1]
-        # Values of a channel: samples times places.
-        places = x.numel() // x.shape[1]
-        if places == 1:
-            raise ValueError(
-                "batch normalization takes more than one value a channel while training"
-            )
-        if self.in_place:
-            return self._forward_fused(x)
-        variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
-        if (
-            self.running_mean is not None
-            and self.running_var is not None
-            and self.num_batches_tracked is not None
-        ):
-            count = self.num_batches_tracked + 1
-            # Without a momentum, PyTorch's running statistics are the plain mean over batches.
-            rate = 1 / count if self.momentum is None else self.momentum
-            # PyTorch normalizes by the biased variance and tracks the unbiased one.
-            unbiased = variance.detach().flatten() * (places / (places - 1))
-            self.num_batches_tracked = count
-            self.running_mean = self.running_mean + rate * (
-                mean.detach().flatten() - self.running_mean
-            )
-            self.running_var = self.running_var + rate * (unbiased - self.running_var)
-        # written out: the fused kernel's last bits depend on the other rows
-        scale = torch.rsqrt(variance + self.eps)
-        if self.weight is None:
-            return (x - mean) * scale
-        return (x - mean) * (scale * self.weight.reshape(mean.shape)) + self.bias.reshape(
-            mean.shape
-        )
-
-    def _forward_fused(self, x: Tensor) -> Tensor:
-        """Normalize by the batch, and write the running statistics where they are."""
-
-        def normalize(mean: Tensor | None, variance: Tensor | None, rate: float) -> Tensor:
-            cudnn = torch.backends.cudnn.enabled
-            return torch.batch_norm(
-                x, self.weight, self.bias, mean, variance, True, rate, self.eps, cudnn
+def _refuse_complex(module: nn.Module) -> None:
+    for name, tensor in module.named_parameters():
+        if tensor.is_complex() and tensor.requires_grad:
+            raise ModelError(
+                f"the parameter {name!r} is complex ({tensor.dtype}); rows hold real numbers: "
+                "train its real and imaginary parts (torch.view_as_real) as one parameter"
             )
 
-        if (
-            self.running_mean is None
-            or self.running_var is None
-            or self.num_batches_tracked is None
-        ):
-            return normalize(None, None, 0.0)
-        self.num_batches_tracked.add_(1)
-        if self.momentum is not None:
-            return normalize(self.running_mean, self.running_var, self.momentum)
-        # At rate 1 the kernel leaves the batch's own statistics here, which then enter the plain
-        # mean.
-        mean, variance = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
-        y = normalize(mean, variance, 1.0)
-        rate = 1 / self.num_batches_tracked
-        self.running_mean.lerp_(mean, rate)
-        self.running_var.lerp_(variance, rate)
-        return y
+
+def _convert_numbers(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert a module's floating-point tensors to a type, and complex ones to its precision."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return module._apply(convert)
 
 
-def make_functional(module: nn.Module) -> nn.Module:
-    """Return a copy of a module without hidden state and randomness.
-
-    Batch normalization and dropout layers are replaced; subclasses of them are not.
-    """
-    module = copy.deepcopy(module)
-    layers = {nn.Dropout: False, nn.Dropout1d: True, nn.Dropout2d: True, nn.Dropout3d: True}
-    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-    number = 0
-
-    def visit(parent: nn.Module) -> None:
-        nonlocal number
-        for name, child in parent.named_children():
-            # Not isinstance: a subclass may compute something else.
-            if type(child) in layers:
-                number += 1
-                setattr(parent, name, KeyedDropout(child.p, layers[type(child)], number))  # type: ignore[arg-type]
-            elif type(child) in norms:
-                setattr(parent, name, FunctionalBatchNorm(child))  # type: ignore[arg-type]
-            else:
-                visit(child)
-
-    # The module itself may be such a layer: it is visited as a child.
-    holder = nn.ModuleList([module])
-    visit(holder)
-    return holder[0]
+def _find_aliases(module: nn.Module) -> dict[str, str]:
+    """Return the first name of each tensor that has several, by each of the others."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for path, part in module.named_modules():
+        for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+            if tensor is None:
+                continue
+            full = f"{path}.{name}" if path else name
+            if first.setdefault(id(tensor), full) != full:
+                aliases[full] = first[id(tensor)]
+    return aliases
 
 
 def copy_module(module: nn.Module) -> nn.Module:
@@ -307,11 +177,12 @@ class Layout:
         size: the length of a row.
         frozen: the parameters that are not trained, by name: of all clients alike, and in no row.
         inputs: names of the buffers that are set in every step and are no state; a submodule lists
-            them in its class attribute `input_buffers` (the key of a dropout layer, the position in
-            a simplex of models).
-        keys: the input buffers that are keys of random streams.
-        train_module, eval_module: the module in training and in evaluation mode.
-        own: the module as it was given.
+            them in its class attribute `input_buffers` (the position in a simplex of models).
+        whole: types of the buffers of whole numbers that are in a row, by name.
+        draws: whether the module draws random numbers, in training (True) and in evaluation
+            (False); what has not been tried may.
+        train_module, eval_module: a copy of the module in training and in evaluation mode.
+        original: the module as it was given.
 
     Example:
         >>> layout = Layout(nn.Linear(3, 2))
@@ -326,7 +197,8 @@ class Layout:
         arguments: InputConversion | None = None,
     ) -> None:
         self.dtype, self.arguments, self.original = dtype, arguments or InputConversion(), module
-        self.train_module = make_functional(module).to(dtype).train()
+        _refuse_complex(module)
+        self.train_module = _convert_numbers(copy.deepcopy(module), dtype).train()
         if self.arguments != InputConversion():
             self.train_module.register_forward_pre_hook(
                 self.arguments, with_kwargs=True, prepend=True
@@ -337,12 +209,13 @@ class Layout:
         self.inputs = tuple(
             path + name for path, part in owners for name in getattr(part, "input_buffers", ())
         )
-        self.keys = tuple(path + "key" for path, part in owners if isinstance(part, KeyedDropout))
+        self.draws = {True: True, False: True}
         # Two modules, because training and evaluation mode are state of a module; frozen weights
         # are shared.
         self.eval_module = copy_module(self.train_module).eval()
         self.slots: list[Slot] = []
         self.frozen: dict[str, Tensor] = {}
+        self.whole: dict[str, torch.dtype] = {}
         position = 0
         for name, tensor in self.train_module.named_parameters():
             if tensor.requires_grad:
@@ -350,14 +223,36 @@ class Layout:
             else:
                 self.frozen[name] = tensor
         self.trainable = position
-        # Running statistics lie behind the trained entries. Buffers of integers are in no row: rows
-        # are of one floating-point type.
+        # The state that is not trained lies behind the trained entries.
         for name, tensor in self.train_module.named_buffers():
-            if tensor.is_floating_point() and name not in self.inputs:
+            if name in self.inputs:
+                continue
+            if tensor.is_floating_point():
+                position = self._add_slot(name, tensor, position)
+            elif self._is_count(name, tensor):
+                self.whole[name] = tensor.dtype
                 position = self._add_slot(name, tensor, position)
         self.size = position
+        self._aliases = _find_aliases(self.train_module)
         if not self.trainable:
             raise ModelError("the module has no trainable parameters; expected at least one")
+
+    def _is_count(self, name: str, tensor: Tensor) -> bool:
+        """Return whether a buffer of whole numbers is state, such as a count of batches.
+
+        That is one number, or several that are equal at first. Others are constants: what is not
+        saved with the module, tables of places, and numbers that the type of the rows does not
+        hold.
+        """
+        owner = self.train_module.get_submodule(module_of(name))
+        if name.rpartition(".")[2] in owner._non_persistent_buffers_set:
+            return False
+        if tensor.is_complex() or not 0 < tensor.numel() <= _MAX_COUNTS:
+            return False
+        # A table of places in a row would be averaged, and no place would be left in it.
+        if not bool((tensor == tensor.flatten()[0]).all()):
+            return False
+        return torch.equal(tensor.to(self.dtype).to(tensor.dtype), tensor)
 
     def to(self, device: str) -> "Layout":
         """Move the two modules to the device of the rows, and return the layout."""
@@ -407,13 +302,7 @@ class Layout:
             >>> Layout(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))).normalization_tensors()
             ('1.weight', '1.bias')
         """
-        kinds = (
-            FunctionalBatchNorm,
-            nn.modules.batchnorm._NormBase,
-            nn.GroupNorm,
-            nn.LayerNorm,
-            nn.RMSNorm,
-        )
+        kinds = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
         paths = {
             path for path, part in self.train_module.named_modules() if isinstance(part, kinds)
         }
@@ -432,10 +321,6 @@ class Layout:
 
     def flatten_module(self, module: nn.Module) -> Float[Tensor, " params"]:
         """Return a module's tensors as one row; the module has this layout's structure."""
-        return self.flatten_rewritten(make_functional(module))
-
-    def flatten_rewritten(self, module: nn.Module) -> Float[Tensor, " params"]:
-        """Return the tensors of a copy of `train_module` as one row."""
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
         missing = [slot.name for slot in self.slots if slot.name not in tensors]
         if missing:
@@ -469,30 +354,56 @@ class Layout:
             [tensors[s.name].reshape(*tensors[s.name].shape[:lead], -1) for s in chosen], dim=-1
         )
 
-    def untrained_part(
-        self, tensors: Mapping[str, Tensor], row: Float[Tensor, " params"]
-    ) -> Float[Tensor, " untrained_part"]:
-        """Return the untrained part of one row, from tensors that a call may have replaced."""
-        if self.size == self.trainable:
-            return row[self.trainable :]
-        return self.join_tensors(tensors, trainable=False).detach()
-
     def zero_inputs(self, clients: int) -> dict[str, Tensor]:
         """Return the input buffers with the module's own values, for a number of clients."""
         named = dict(self.train_module.named_buffers())
         return {name: named[name].expand(clients, *named[name].shape) for name in self.inputs}
 
-    def run_module(self, tensors: dict[str, Tensor], x: Tensor, *, training: bool) -> Tensor:
-        """Run the module with the given tensors; running statistics are replaced in `tensors`."""
-        return functional_call(self.train_module if training else self.eval_module, tensors, (x,))
+    def call_module(
+        self, module: nn.Module, tensors: dict[str, Tensor], x: Float[Tensor, "..."]
+    ) -> Any:
+        """Run one of the two modules, or a copy, with given tensors.
+
+        Args:
+            module: the module.
+            tensors: by name. New running statistics are written into them, or replace them.
+            x: the inputs.
+        """
+        # By all names of a tied tensor: PyTorch's own way to tie loses the tensors of a layer that
+        # stands in two places.
+        given = dict(tensors)
+        for name, first in self._aliases.items():
+            if first in given:
+                given[name] = given[first]
+        outputs = functional_call(module, given, (x,), tie_weights=False)
+        tensors |= {name: given[name] for name in tensors}
+        return outputs
+
+    def try_module(self, x: Float[Tensor, "samples *features"]) -> Any:
+        """Return what the module, with its own values, returns in evaluation; nobody's stream."""
+        with torch.no_grad(), KeyedDraws(torch.tensor(0, device=x.device)):
+            return self.eval_module(x)
+
+    def own_values(self) -> Float[Tensor, " params"]:
+        """Return the values of the module that this layout is of, as a row."""
+        return self.flatten_module(self.train_module)
+
+    def unpack_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the untrained tensors of rows in the types that the module has, as copies."""
+        state: dict[str, Tensor] = {}
+        for slot in self.slots:
+            if slot.stop > self.trainable:
+                value = tensors[slot.name]
+                whole = self.whole.get(slot.name)
+                state[slot.name] = value.clone() if whole is None else value.round().to(whole)
+        return state
 
     def build_module(
         self, row: Float[Tensor, " params"], *, dtype: torch.dtype | None = None
     ) -> nn.Module:
         """Return a copy of the original module with a row's tensors, for evaluation on the CPU.
 
-        What no row has (frozen weights that are one for all, buffers of whole numbers) has this
-        layout's values.
+        What no row has (frozen weights that are one for all, constants) has this layout's values.
 
         Args:
             row: one model.

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from coterie.errors import ModelError
-from coterie.models.layout import Layout, ModelFactory, Slot, layer_of, make_functional, module_of
+from coterie.models.layout import Layout, ModelFactory, Slot, layer_of, module_of
 from coterie.rng import Rng
 
 
@@ -195,7 +195,6 @@ def simplex_all(source: ModelFactory, endpoints: int) -> ModelFactory:
         )
 
     def add_endpoints(module: nn.Module) -> nn.Module:
-        module = make_functional(module)
         # A list: a parametrization adds modules and changes parameters during the walk.
         for part in list(module.modules()):
             for name, tensor in list(part.named_parameters(recurse=False)):

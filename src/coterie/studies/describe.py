@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.data.federation import TRAIN, VALIDATION, Federation
 from coterie.engine.noise import draw_gaussian
-from coterie.models.layout import splitmix
+from coterie.models.draws import splitmix
 
 MAX_IMAGES = 10  # sample images per planted cluster
 NUM_BINS = 12  # bins of a regression target

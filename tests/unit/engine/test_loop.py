@@ -327,12 +327,12 @@ def test_dropout_draws_the_same_masks_as_the_vmap_engine():
     )
     _, _, _, work = case("group norm")
     layout = Layout(module, torch.float64)
-    work = replace(work, dropout_keys=(torch.tensor([3, 1 << 62, 5]), layout.keys))
+    work = replace(work, draw_keys=torch.tensor([3, 1 << 62, 5]))
     rows = layout.flatten_module(module).repeat(3, 1)
     one, other, without = rows.clone(), rows.clone(), rows.clone()
     LoopEngine(layout, cross_entropy, channels_last=True).train(one, work, 1)
     VmapEngine(layout, cross_entropy).train(other, work, 3)
-    LoopEngine(layout, cross_entropy).train(without, replace(work, dropout_keys=None), 1)
+    LoopEngine(layout, cross_entropy).train(without, replace(work, draw_keys=None), 1)
     assert torch.allclose(one, other, rtol=0, atol=1e-10)
     assert not torch.allclose(one, without, atol=1e-4)
 
@@ -363,7 +363,7 @@ def test_one_value_a_channel_cannot_be_normalized_while_training():
     module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     layout = Layout(module, torch.float64)
     rows, x = layout.flatten_module(module)[None], torch.zeros(1, 1, 5, dtype=torch.float64)
-    with pytest.raises(ValueError, match="takes more than one value a channel while training"):
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
         LoopEngine(layout, cross_entropy).compute_gradients(
             rows, x, torch.zeros(1, 1, dtype=torch.int64), {}
         )

@@ -12,7 +12,7 @@ from coterie.engine.task import LocalTraining
 from coterie.errors import DataError
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.ifca import Ifca
-from coterie.models.layout import splitmix
+from coterie.models.draws import splitmix
 from coterie.rng import Rng
 from coterie.runtime import checkpoint
 from coterie.runtime.task import make_task

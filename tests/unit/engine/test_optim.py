@@ -97,7 +97,7 @@ def problem(make_module) -> tuple[nn.Module, Layout, torch.Tensor, TrainingWork]
     x = torch.randn(40, 5, generator=stream, dtype=torch.float64)
     data = RawSamples(x, torch.randint(0, 3, (40,), generator=stream), torch.float64)
     layout = Layout(module, torch.float64)
-    row = layout.flatten_rewritten(module)
+    row = layout.flatten_module(module)
     rows = row + 0.1 * torch.randn(3, len(row), generator=stream, dtype=torch.float64)
     return (
         module,
@@ -125,7 +125,7 @@ def by_torch(module, layout, row, work: TrainingWork, client: int, name: str, ra
         optimizer.zero_grad()
         functional.cross_entropy(module(work.samples.x[places]), work.samples.y[places]).backward()
         optimizer.step()
-    return layout.flatten_rewritten(module), optimizer
+    return layout.flatten_module(module), optimizer
 
 
 def engine_of(kind: str, layout: Layout, work: TrainingWork) -> Engine:

@@ -45,7 +45,7 @@ def test_any_elementwise_class_of_torch_optim_trains_on_the_loop_engine(kind, op
     x = torch.randn(40, 5, generator=stream, dtype=torch.float64)
     data = RawSamples(x, torch.randint(0, 3, (40,), generator=stream), torch.float64)
     layout = Layout(module, torch.float64)
-    rows = layout.flatten_rewritten(module) + 0.1 * torch.randn(
+    rows = layout.flatten_module(module) + 0.1 * torch.randn(
         3, layout.size, generator=stream, dtype=torch.float64
     )
     local = LocalTraining(optimizer=f"torch.optim:{kind}", lr=0.02, optimizer_options=options)
@@ -73,7 +73,7 @@ def test_any_elementwise_class_of_torch_optim_trains_on_the_loop_engine(kind, op
                     own(work.samples.x[places]), work.samples.y[places]
                 ).backward()
                 optimizer.step()
-        torch.testing.assert_close(found[client], layout.flatten_rewritten(own), rtol=0, atol=1e-12)
+        torch.testing.assert_close(found[client], layout.flatten_module(own), rtol=0, atol=1e-12)
 
 
 class Clipped(torch.optim.SGD):

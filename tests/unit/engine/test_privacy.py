@@ -229,7 +229,7 @@ class Normalized(nn.Sequential):
 
 def test_what_joins_samples_is_refused():
     own = task("loop", Normalized)
-    with pytest.raises(ModelError, match=r"BatchNorm '1' joins samples: take nn\.GroupNorm"):
+    with pytest.raises(ModelError, match=r"BatchNorm1d '1' joins samples: take nn\.GroupNorm"):
         own.train(own.initial_models(Rng(0)), Rng(0), SGD)
     with pytest.raises(ConfigError, match=r"dp\.delta is 0\.1; expected less than 1 / 12"):
         task().trainer.check_private(replace(SGD, dp={**DP, "delta": 0.1}))

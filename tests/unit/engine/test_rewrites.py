@@ -1,24 +1,38 @@
 """Layers written faster give the same values and gradients."""
 
+import copy
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from tests.selection import first_only
 from torch import nn
+from torch.nn import functional
 
 from coterie.engine import _rewrites
 from coterie.engine._base import cross_entropy
 from coterie.engine._rewrites import (
-    StridedMaxPool,
-    WindowedConv2d,
+    ReplacedFunctions,
+    convolve_unfolded,
+    convolve_windowed,
     cross_entropy_by_gather,
     grad_and_value,
-    with_strided_pools,
-    with_unfolded_convolutions,
-    with_windowed_convolutions,
+    normalize_batch,
+    pool_by_slices,
+    with_counted_batches,
 )
+
+
+def replacing(functions, module):
+    """Return a function that runs a module with other functions of PyTorch."""
+
+    def run(x):
+        with ReplacedFunctions(functions):
+            return module(x)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -32,10 +46,8 @@ def test_strided_slices_give_the_values_and_gradients_of_max_pooling(kernel, sha
         torch.randn(shape, generator=stream).clamp(min=0),
     ):
         results = []
-        for pool in (
-            nn.MaxPool2d(kernel),
-            with_strided_pools(nn.Sequential(nn.MaxPool2d(kernel)))[0],
-        ):
+        plain = nn.MaxPool2d(kernel)
+        for pool in (plain, replacing({functional.max_pool2d: pool_by_slices}, plain)):
             x = draw.clone().requires_grad_()
             y = pool(x)
             (y * torch.arange(y.numel()).reshape(y.shape)).sum().backward()
@@ -50,7 +62,7 @@ def test_of_equal_entries_the_first_gets_the_gradient_and_nan_wins():
     x = torch.tensor([[1.0, 2.0, 5.0, torch.nan], [2.0, 2.0, 7.0, 3.0]])[
         None, None
     ].requires_grad_()
-    y = StridedMaxPool(2, 2)(x)
+    y = pool_by_slices(x, 2)
     assert y[0, 0, 0, 0] == 2
     assert bool(y[0, 0, 0, 1].isnan())
     y[0, 0, 0, 0].backward()
@@ -59,20 +71,20 @@ def test_of_equal_entries_the_first_gets_the_gradient_and_nan_wins():
 
 
 @pytest.mark.parametrize(
-    "pool",
+    "options",
     [
-        nn.MaxPool2d(3, stride=2),
-        nn.MaxPool2d(2, padding=1),
-        nn.MaxPool2d(2, ceil_mode=True),
-        nn.MaxPool2d(2, dilation=2),
-        nn.MaxPool2d(2, return_indices=True),
+        {"kernel_size": 3, "stride": 2},
+        {"kernel_size": 2, "padding": 1},
+        {"kernel_size": 2, "ceil_mode": True},
+        {"kernel_size": 2, "dilation": 2},
+        {"kernel_size": 2, "return_indices": True},
     ],
 )
-def test_pooling_of_other_kinds_is_left_alone(pool):
-    assert type(with_strided_pools(nn.Sequential(pool))[0]) is nn.MaxPool2d
+def test_pooling_of_other_kinds_is_left_to_pytorch(options):
+    assert pool_by_slices(torch.zeros(1, 1, 9, 9), **options) is NotImplemented
 
 
-@pytest.mark.parametrize("rewrite", [with_unfolded_convolutions, with_windowed_convolutions])
+@pytest.mark.parametrize("convolve", [convolve_unfolded, convolve_windowed])
 @pytest.mark.parametrize(
     "options",
     [
@@ -86,17 +98,22 @@ def test_pooling_of_other_kinds_is_left_alone(pool):
 )
 @pytest.mark.parametrize("most", [_rewrites._MAX_WINDOW_ENTRIES, 0])
 def test_convolutions_as_products_have_the_values_and_gradients_of_convolutions(
-    rewrite, options, most, monkeypatch
+    convolve, options, most, monkeypatch
 ):
     """Of one client, and of three at once; where windows take too much memory, too."""
     monkeypatch.setattr(_rewrites, "_MAX_WINDOW_ENTRIES", most)
     stream = torch.Generator().manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(2, 3, 3, **options)).double()
-    rewritten = rewrite(plain)
-    assert type(rewritten[0]) is not nn.Conv2d
+    calls = []
 
-    def scored(module, tensors, x):
-        y = torch.func.functional_call(module, tensors, (x,))
+    def counted(*args, **kwargs):
+        found = convolve(*args, **kwargs)
+        calls.append(found is not NotImplemented)
+        return found
+
+    def scored(functions, tensors, x):
+        with ReplacedFunctions(functions):
+            y = torch.func.functional_call(plain, tensors, (x,))
         return (y.sin() * torch.arange(y.numel()).reshape(y.shape)).sum()
 
     def drawn(*shape):
@@ -105,32 +122,52 @@ def test_convolutions_as_products_have_the_values_and_gradients_of_convolutions(
     tensors = {name: drawn(3, *value.shape) for name, value in plain.named_parameters()}
     x = drawn(3, 4, 2, 9, 11)
     results = [
-        torch.func.vmap(
-            torch.func.grad_and_value(lambda *given, module=module: scored(module, *given), (0, 1))
-        )(tensors, x)
-        for module in (plain, rewritten)
+        torch.func.vmap(torch.func.grad_and_value(partial(scored, functions), (0, 1)))(tensors, x)
+        for functions in ({}, {torch.conv2d: counted})
     ]
+    assert set(calls) == {most > 0 or convolve is convolve_unfolded}
     torch.testing.assert_close(results[1], results[0])
     first = x[0].clone().requires_grad_()
-    scored(rewritten, {name: value[0] for name, value in tensors.items()}, first).backward()
+    scored(
+        {torch.conv2d: convolve}, {name: value[0] for name, value in tensors.items()}, first
+    ).backward()
     torch.testing.assert_close(first.grad, results[0][0][1][0])
 
 
-def test_convolutions_with_groups_or_other_borders_are_left_alone():
-    for options in ({"groups": 2}, {"padding": 1, "padding_mode": "circular"}, {"padding": "same"}):
-        assert (
-            type(with_windowed_convolutions(nn.Sequential(nn.Conv2d(2, 2, 3, **options)))[0])
-            is nn.Conv2d
-        )
-    assert type(with_windowed_convolutions(nn.Sequential(nn.Conv2d(2, 2, 3)))[0]) is WindowedConv2d
+def test_convolutions_with_groups_or_other_borders_are_left_to_pytorch():
+    x, weight = torch.zeros(2, 2, 5, 5), torch.zeros(2, 2, 3, 3)
+    for convolve in (convolve_unfolded, convolve_windowed):
+        assert convolve(x, weight[:, :1], groups=2) is NotImplemented
+        assert convolve(x, weight, padding="same") is NotImplemented
+        assert convolve(x[0], weight) is NotImplemented
+        assert convolve(x, weight).shape == (2, 2, 3, 3)
 
 
-def test_the_original_module_is_not_changed():
-    module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)))
-    copy = with_strided_pools(module)
-    assert type(module[1][1]) is nn.MaxPool2d
-    assert type(copy[1][1]) is StridedMaxPool
-    assert copy.state_dict().keys() == module.state_dict().keys()
+@pytest.mark.parametrize("options", [{}, {"momentum": 0.3, "affine": False}, {"momentum": None},
+                                     {"track_running_stats": False}])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(nn.BatchNorm1d, (6, 3)), (nn.BatchNorm2d, (6, 3, 4, 4))]
+)
+def test_a_written_out_normalization_is_batch_normalization(kind, shape, options):
+    """Outputs, gradients and statistics over three batches, and of a frozen layer."""
+    plain = kind(3, **options).double()
+    other = with_counted_batches(copy.deepcopy(plain))
+    assert type(other) is kind
+    run = replacing({functional.batch_norm: normalize_batch}, other)
+    stream = torch.Generator().manual_seed(0)
+    for training in (True, True, True, False):
+        x = torch.randn(shape, generator=stream, dtype=torch.float64) * 2 + 1
+        results = []
+        for norm, call in ((plain, plain), (other, run)):
+            norm.train(training)
+            given = x.clone().requires_grad_()
+            call(given).sin().sum().backward()
+            results.append(given.grad)
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
+        for one, two in zip(plain.buffers(), other.buffers(), strict=True):
+            torch.testing.assert_close(two, one, rtol=0, atol=1e-12)
+        for one, two in zip(plain.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(two.grad, one.grad, rtol=0, atol=1e-11)
 
 
 def test_gradients_without_pytorchs_compiler_are_those_of_torch_func_to_the_bit():

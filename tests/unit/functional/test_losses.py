@@ -274,7 +274,7 @@ def test_a_native_program_trains_and_measures_as_the_loop_engine(name):
         module = nn.Sequential(nn.Linear(7, outputs[0].numel()), nn.Unflatten(1, outputs.shape[1:]))
         layout = Layout(module, torch.float64)
     data = RawSamples(numbers(7), targets, torch.float64)
-    rows = layout.flatten_rewritten(layout.train_module)[None]
+    rows = layout.own_values()[None]
     places = torch.arange(SAMPLES).reshape(1, 2, 6)
     work = TrainingWork(
         data, places, torch.full((1, 2), 6), LocalTraining(optimizer="sgd", lr=0.5, batch_size=6)

@@ -4,7 +4,7 @@ from torch import nn
 
 from coterie.errors import ConfigError, ModelError
 from coterie.models import layout
-from coterie.models.layout import NETS, KeyedDropout, Layout, build_model, draw_initial_params
+from coterie.models.layout import NETS, Layout, build_model, draw_initial_params
 from coterie.rng import Rng
 
 
@@ -61,90 +61,6 @@ def test_a_row_is_the_module_and_back():
     assert torch.equal(
         layout.join_tensors(views, trainable=True, lead=1), row[: layout.trainable].expand(2, -1)
     )
-
-
-def test_returned_batch_norm_computes_what_batch_norm_does():
-    norm = nn.BatchNorm2d(3, momentum=0.3).double()
-    layout = Layout(norm, torch.float64)
-    tensors = layout.split_rows(layout.flatten_module(norm))
-    x = torch.randn(6, 3, 4, 4, dtype=torch.float64) * 2 + 1
-    for _ in range(3):
-        expected, got = norm(x), layout.run_module(tensors, x, training=True)
-        assert torch.allclose(got, expected, atol=1e-12)
-        assert torch.allclose(tensors["running_mean"], norm.running_mean, atol=1e-12)
-        assert torch.allclose(tensors["running_var"], norm.running_var, atol=1e-12)
-        x = x * 1.5
-    assert torch.allclose(layout.run_module(tensors, x, training=False), norm.eval()(x), atol=1e-12)
-
-
-def test_cumulative_batch_norm_and_batch_norm_without_statistics():
-    for norm in (
-        nn.BatchNorm1d(2, momentum=None).double(),
-        nn.BatchNorm1d(2, track_running_stats=False).double(),
-    ):
-        layout = Layout(norm, torch.float64)
-        tensors = layout.split_rows(layout.flatten_module(norm))
-        for scale in (1.0, 3.0, 9.0):
-            x = torch.randn(5, 2, dtype=torch.float64) * scale
-            assert torch.allclose(layout.run_module(tensors, x, training=True), norm(x), atol=1e-12)
-        assert torch.allclose(
-            layout.run_module(tensors, x, training=False), norm.eval()(x), atol=1e-12
-        )
-
-
-def test_keyed_dropout_keeps_the_expected_share_scales_and_is_off_in_evaluation():
-    layer = KeyedDropout(0.3, channels=False, layer=1).train()
-    layer.key.fill_(1234)
-    x = torch.ones(200, 500)
-    out = layer(x)
-    share = (out > 0).float().mean()
-    assert abs(float(share) - 0.7) < 0.006  # four standard errors of 100,000 draws
-    assert torch.allclose(out[out > 0], torch.tensor(1 / 0.7))
-    assert torch.equal(out, layer(x))
-    layer.key.fill_(1235)
-    assert not torch.equal(out, layer(x))
-    assert torch.equal(layer.eval()(x), x)
-
-
-def test_channel_dropout_drops_whole_channels():
-    layer = KeyedDropout(0.5, channels=True, layer=2).train()
-    out = layer(torch.ones(50, 20, 3, 3)).reshape(1000, 9)
-    assert bool(((out == 0).all(1) | (out == 2).all(1)).all())
-    assert 400 < int((out[:, 0] == 0).sum()) < 600
-
-
-@pytest.mark.parametrize(
-    ("kind", "axes"), [(nn.Dropout1d, 1), (nn.Dropout2d, 2), (nn.Dropout3d, 3)]
-)
-def test_layers_that_drop_channels_go_on_dropping_channels(kind, axes):
-    """In a layout, too, of each channel of ones all entries are 2 or all are 0."""
-    layout = Layout(nn.Sequential(kind(0.5), nn.Flatten(), nn.Linear(20 * 3**axes, 1)))
-    dropout = layout.train_module[0]
-    dropout.key.fill_(5)
-    out = dropout(torch.ones(50, 20, *[3] * axes)).reshape(1000, 3**axes)
-    assert bool(((out == 0).all(1) | (out == 2).all(1)).all())
-    assert 400 < int((out[:, 0] == 0).sum()) < 600
-
-
-def test_each_dropout_layer_has_a_mask_of_its_own():
-    """Of two layers that keep half, both with one key, a quarter is left, at 2 x 2 (4 standard errors of 0.14 %)."""
-    layout = Layout(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5), nn.Linear(500, 1)))
-    first, second = layout.train_module[0], layout.train_module[1]
-    for layer in (first, second):
-        layer.key.fill_(1234)
-    out = second(first(torch.ones(200, 500)))
-    assert sorted(out.unique().tolist()) == [0.0, 4.0]
-    assert abs(float((out > 0).float().mean()) - 0.25) < 0.0055
-
-
-def test_masks_of_neighboring_keys_are_uncorrelated():
-    layer = KeyedDropout(0.5, channels=False, layer=1).train()
-    masks = []
-    for key in range(20):
-        layer.key.fill_(key)
-        masks.append((layer(torch.ones(4000)) > 0).double())
-    correlation = torch.corrcoef(torch.stack(masks)).fill_diagonal_(0)
-    assert float(correlation.abs().max()) < 5 / 4000**0.5
 
 
 def test_a_module_without_trainable_parameters_is_refused():

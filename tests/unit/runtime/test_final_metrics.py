@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -280,10 +281,9 @@ def test_the_composed_update_is_that_of_the_layer_at_the_barycenter(gain: float,
         tensors = layout.split_rows(row[0]) | {
             name: value[0] for name, value in layout.zero_inputs(1).items()
         }
-        at_zero = layout.run_module(tensors, torch.zeros(1, 5, dtype=torch.float64), training=False)
-        weight = (
-            layout.run_module(tensors, torch.eye(5, dtype=torch.float64), training=False) - at_zero
-        )
+        run = partial(torch.func.functional_call, layout.eval_module, tensors)
+        at_zero = run((torch.zeros(1, 5, dtype=torch.float64),))
+        weight = run((torch.eye(5, dtype=torch.float64),)) - at_zero
         return torch.cat([weight.T.flatten(), at_zero[0]])
 
     found = simplex_layers.compose_last_layer(layout, after - before)

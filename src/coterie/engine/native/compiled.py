@@ -86,7 +86,7 @@ class CompiledEngine(Engine):
 
     def _agrees(self, x: Tensor, y: Tensor) -> bool:
         layout = self.layout
-        row = layout.flatten_rewritten(layout.train_module)[None]
+        row = layout.own_values()[None]
         ours, theirs = (
             self._step(self, row, x, y),
             self._step(LoopEngine(layout, self.objective), row, x, y),
@@ -109,10 +109,10 @@ class CompiledEngine(Engine):
     def _step(self, engine: Engine, row: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of one step of an engine, and how far it moves a row."""
         layout, dtype = engine.layout, row.dtype
-        keys = (torch.ones(1, dtype=torch.int64), layout.keys) if layout.keys else None
+        keys = torch.ones(1, dtype=torch.int64) if layout.draws[True] else None
         work = TrainingWork(
             RawSamples(x.to(dtype), y, dtype), torch.arange(len(x))[None, None], torch.tensor([[len(x)]]),
-            LocalTraining(optimizer="sgd", lr=1.0), dropout_keys=keys,
+            LocalTraining(optimizer="sgd", lr=1.0), draw_keys=keys,
             inputs={name: value.to(dtype) for name, value in self._unequal().items()},
         )  # fmt: skip
         rows = row.clone()
@@ -122,7 +122,7 @@ class CompiledEngine(Engine):
         """Return values of input buffers that differ in each entry: weights of endpoints."""
         values = {}
         for name, own in self.layout.zero_inputs(1).items():
-            if name not in self.layout.keys and own.is_floating_point():
+            if own.is_floating_point():
                 weights = torch.arange(1, own[0].numel() + 1, dtype=self.layout.dtype).reshape(
                     own.shape
                 )
@@ -165,7 +165,10 @@ class CompiledEngine(Engine):
         inputs: Mapping[str, Tensor],
         block: int,
     ) -> dict[str, Float[Tensor, " pairs"]]:
-        """See `Engine.measure_pairs`; `block` does not matter."""
+        """See `Engine.measure_pairs`; `block` matters only where another engine measures."""
+        # The key of a set's draws changes from call to call; a program has one for all samples.
+        if pairs.draw_keys is not None:
+            return super().measure_pairs(table, pairs, inputs, block)
         # The program returns loss and score. Without a metric its score is the loss again: left
         # out.
         return dict(zip(self.metrics, self.program.measure(table, pairs, inputs), strict=False))

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coterie.engine._rewrites import ReplacedFunctions, normalize_batch, with_counted_batches
 from coterie.engine.precision import product_precision
-from coterie.models.layout import FunctionalBatchNorm, Layout, copy_module
+from coterie.models.draws import KeyedDraws, is_keyed, is_random
+from coterie.models.layout import Layout
 
 aten = torch.ops.aten
 _BATCHES = (3, 5)  # samples of the two records
@@ -27,10 +27,6 @@ _SMALL = 1 << 16  # entries of a constant that is kept
 _VIEWS = {
     "view", "_unsafe_view", "t", "transpose", "permute", "expand", "squeeze", "unsqueeze", "select", "slice", "detach",
     "alias", "as_strided", "unbind", "split", "split_with_sizes", "diagonal", "_reshape_alias", "lift_fresh",
-}  # fmt: skip
-_RANDOM = {
-    "bernoulli_", "bernoulli", "native_dropout", "rand", "randn", "rand_like", "randn_like", "uniform_", "normal_",
-    "randint", "randperm", "multinomial", "rrelu_with_noise", "rrelu_with_noise_functional", "exponential_", "cauchy_",
 }  # fmt: skip
 
 
@@ -158,6 +154,7 @@ class Trace:
         outputs: of its results; None where a result is no tensor.
         constants: values that depend on no input, as far as they are small: what the module holds,
             or makes of it.
+        drawn: shapes of what was drawn.
     """
 
     nodes: list[Operation] = field(default_factory=list)
@@ -165,6 +162,7 @@ class Trace:
     inputs: list[Ref] = field(default_factory=list)
     outputs: list[Ref | None] = field(default_factory=list)
     constants: dict[int, Tensor] = field(default_factory=dict)
+    drawn: list[tuple[int, ...]] = field(default_factory=list)
 
 
 @dataclass
@@ -189,9 +187,14 @@ class _Recorder(TorchDispatchMode):
     """Records what runs while it is active."""
 
     def __init__(
-        self, inputs: list[Tensor], layer: Callable[[], str], known: Callable[[str], bool]
+        self,
+        inputs: list[Tensor],
+        layer: Callable[[], str],
+        known: Callable[[str], bool],
+        draws: KeyedDraws | None = None,
     ) -> None:
         super().__init__()
+        self.draws = draws
         self.trace, self.layer, self.known = Trace(), layer, known
         self._tracked: dict[int, _Tracked] = {}
         # operations that are being made of simpler ones, which may come back to them
@@ -290,9 +293,8 @@ class _Recorder(TorchDispatchMode):
         """Run one operation and record it."""
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        # A program draws from the keys of clients; a module's own draws would be frozen into it.
-        if name in _RANDOM:
-            raise NotTraceableError(f"it draws random numbers of its own ({name})")
+        if is_random(func):
+            return self._draw(func, name, args, kwargs)
         if name in ("_local_scalar_dense", "is_nonzero", "nonzero", "_unique2"):
             raise NotTraceableError("what it computes depends on its data")
         taken, named = (
@@ -336,6 +338,20 @@ class _Recorder(TorchDispatchMode):
         self._add(name, taken, named, outs, made)
         return out
 
+    def _draw(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Record a random operation as the arithmetic that makes it of the key."""
+        if self.draws is None or not is_keyed(func):
+            raise NotTraceableError(f"it draws random numbers of its own ({name})")
+        with self:
+            found = self.draws.compute(func, args, kwargs)
+        if not name.endswith("_"):
+            return found
+        # What stood there before matters to nobody, so that a trace has no read of it.
+        self.ref(args[0])
+        args[0].copy_(found)
+        self._wrote(args[0], self.ref(found))
+        return args[0]
+
     def _in_place(
         self, func: Any, name: str, args: Any, kwargs: Any, taken: tuple, named: dict
     ) -> Any:
@@ -376,69 +392,46 @@ def _decomposition(func: Any) -> Callable[..., Any] | None:
     return func.decompose if composite else None
 
 
-class _TracedBatchNorm(nn.Module):
-    """PyTorch's batch normalization, with statistics returned as `FunctionalBatchNorm` does."""
+def _normalize_batch(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float | Tensor = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Normalize with statistics as values of the trace, and the normalization as one operation."""
+    x = input
+    if not training:
+        # Evaluation has one operation; its gradient, of a frozen layer, has simple ones.
+        if not torch.is_grad_enabled():
+            return NotImplemented
+        return normalize_batch(x, running_mean, running_var, weight, bias, False, momentum, eps)
 
-    num_batches_tracked: Tensor
-    running_mean: Tensor | None
-    running_var: Tensor
-
-    def __init__(self, norm: FunctionalBatchNorm) -> None:
-        super().__init__()
-        self.eps, self.momentum, self.weight, self.bias = (
-            norm.eps,
-            norm.momentum,
-            norm.weight,
-            norm.bias,
-        )
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            self.register_buffer(name, getattr(norm, name))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.numel() == x.shape[1]:
-            raise ValueError(
-                "batch normalization takes more than one value a channel while training"
-            )
+    def moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
         op = aten._native_batch_norm_legit.no_stats
-        y, mean, scale = op(x, self.weight, self.bias, True, 0.0, self.eps)
-        if self.running_mean is not None:
-            places = x.numel() // x.shape[1]
-            self.num_batches_tracked = self.num_batches_tracked + 1
-            # Without a momentum PyTorch keeps the mean over all batches.
-            rate = 1 / self.num_batches_tracked if self.momentum is None else self.momentum
-            # scale is 1 / sqrt(variance + eps). Running statistics take the unbiased variance.
-            variance = (scale.detach() ** -2 - self.eps) * (places / (places - 1))
-            self.running_mean = self.running_mean + rate * (mean.detach() - self.running_mean)
-            self.running_var = self.running_var + rate * (variance - self.running_var)
-        return y
+        # Factor and addend of each channel are part of the operation.
+        y, mean, scale = op(x, weight, bias, True, 0.0, eps)
+        # scale is 1 / sqrt(variance + eps)
+        return y, mean, scale.detach() ** -2 - eps
+
+    return normalize_batch(x, running_mean, running_var, None, None, True, momentum, eps, moments)
 
 
-def _traced_form(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose batch normalizations can be traced."""
-    module = copy_module(module)
-    for parent in [*module.modules()]:
-        for name, child in parent.named_children():
-            if isinstance(child, FunctionalBatchNorm):
-                setattr(parent, name, _TracedBatchNorm(child))
-    return _TracedBatchNorm(module) if isinstance(module, FunctionalBatchNorm) else module
+def _compare_classes(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """Make one-hot vectors without PyTorch's look at the data, which checks the classes' range."""
+    if num_classes < 0:
+        raise NotTraceableError("the number of its classes depends on its data")
+    classes = torch.arange(num_classes, device=tensor.device)
+    return (tensor[..., None] == classes).to(torch.int64)
 
 
-class _OneHotByComparing(TorchFunctionMode):
-    """Makes one-hot vectors without PyTorch's look at the data, which checks the classes' range."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one function."""
-        if func is not functional.one_hot:
-            return func(*args, **(kwargs or {}))
-        return self._one_hot(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
-        if num_classes < 0:
-            raise NotTraceableError("the number of its classes depends on its data")
-        return (tensor[..., None] == torch.arange(num_classes, device=tensor.device)).to(
-            torch.int64
-        )
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    functional.one_hot: _compare_classes,
+    functional.batch_norm: _normalize_batch,
+}
 
 
 @contextmanager
@@ -455,7 +448,7 @@ def _plain_operations() -> Iterator[None]:
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch._C._set_mkldnn_enabled(False)
-        with _OneHotByComparing():
+        with ReplacedFunctions(_FUNCTIONS):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
@@ -482,11 +475,11 @@ def _train_once(
     known: Callable[[str], bool],
 ) -> Trace:
     """Record a step's losses, gradients and untrained state; the last input weighs the losses."""
-    named = layout.split_rows(layout.flatten_rewritten(layout.train_module))
+    named = layout.split_rows(layout.own_values())
     # The recorder knows a tensor by its identity, so each input is a tensor of its own.
     tensors = {s.name: named[s.name].clone() for s in layout.slots}
     leaves = [tensors[s.name].requires_grad_() for s in layout.slots if s.stop <= layout.trainable]
-    state = [s.name for s in layout.slots if s.stop > layout.trainable]
+    key = torch.zeros((), dtype=torch.int64)
     values = {name: value[0].clone() for name, value in layout.zero_inputs(1).items()}
     weight = torch.full((len(x),), 1.0 / len(x), dtype=layout.dtype)
     frozen = _frozen(layout)
@@ -494,13 +487,16 @@ def _train_once(
         *(tensors[s.name] for s in layout.slots),
         *frozen.values(),
         *values.values(),
+        key,
         x,
         y,
         weight,
     ]
-    with torch.enable_grad(), _Recorder(inputs, layer, known) as recorder:
-        tensors |= values | frozen
-        losses = objective(functional_call(module, tensors, (x,)).to(layout.dtype), y)
+    draws = KeyedDraws(key)
+    with torch.enable_grad(), _Recorder(inputs, layer, known, draws) as recorder:
+        state = _State(layout, tensors, recorder)
+        tensors |= values | frozen | state.given
+        losses = objective(layout.call_module(module, tensors, x).to(layout.dtype), y)
         # A parameter that the loss does not depend on has None.
         grads = torch.autograd.grad((losses * weight).sum(), leaves, allow_unused=True)
         trace = recorder.trace
@@ -508,8 +504,39 @@ def _train_once(
             recorder.ref(losses),
             *(None if g is None else recorder.ref(g) for g in grads),
         ]
-        trace.outputs += [recorder.ref(tensors[name]) for name in state]
+        trace.outputs += state.results(tensors)
+    trace.drawn = draws.shapes
     return trace
+
+
+class _State:
+    """The untrained tensors of a record, counts as whole numbers.
+
+    Args:
+        layout: of the module.
+        tensors: all tensors of a row.
+        recorder: the record.
+    """
+
+    def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], recorder: _Recorder) -> None:
+        self.recorder, self.dtype = recorder, layout.dtype
+        self.rows = {s.name: tensors[s.name] for s in layout.slots if s.stop > layout.trainable}
+        self.given = dict(self.rows)
+        self._before: dict[str, Ref] = {}
+        for name, dtype in layout.whole.items():
+            self.given[name] = self.rows[name].round().to(dtype)
+            self._before[name] = recorder.ref(self.given[name])
+
+    def results(self, tensors: Mapping[str, Tensor]) -> list[Ref | None]:
+        """Return the values at the end; of a count that did not change, that of the row."""
+        found: list[Ref | None] = []
+        for name, row in self.rows.items():
+            value = tensors[name]
+            if name in self._before:
+                same = self.recorder.ref(value) == self._before[name]
+                value = row if same else value.to(self.dtype)
+            found.append(self.recorder.ref(value))
+        return found
 
 
 def _judge_once(
@@ -521,15 +548,17 @@ def _judge_once(
     known: Callable[[str], bool],
 ) -> Trace:
     """Record the loss of each sample in evaluation, and its score where the objective has one."""
-    named = layout.split_rows(layout.flatten_rewritten(layout.train_module))
+    named = layout.split_rows(layout.own_values())
     tensors = {s.name: named[s.name].clone() for s in layout.slots}
     values = {name: value[0].clone() for name, value in layout.zero_inputs(1).items()}
     frozen = _frozen(layout)
-    inputs = [*tensors.values(), *frozen.values(), *values.values(), x, y]
-    with torch.no_grad(), _Recorder(inputs, layer, known) as recorder:
-        outputs = functional_call(layout.eval_module, {**tensors, **frozen, **values}, (x,)).to(
-            layout.dtype
-        )
+    key = torch.zeros((), dtype=torch.int64)
+    inputs = [*tensors.values(), *frozen.values(), *values.values(), key, x, y]
+    with torch.no_grad(), _Recorder(inputs, layer, known, KeyedDraws(key)) as recorder:
+        state = _State(layout, tensors, recorder)
+        outputs = layout.call_module(
+            layout.eval_module, {**tensors, **frozen, **values, **state.given}, x
+        ).to(layout.dtype)
         losses = objective(outputs, y)
         # A program has two results: without a metric the second is the first again.
         scored = getattr(objective, "metric", None) is not None
@@ -639,9 +668,10 @@ class Traces:
     """What a native program is made of.
 
     Args:
-        train: (tensors of the row, frozen weights, input buffers, x, y, weight) -> losses,
-            gradients, new untrained state.
-        judge: (tensors of the row, frozen weights, input buffers, x, y) -> losses, scores.
+        train: (tensors of the row, frozen weights, input buffers, key of draws, x, y, weight) ->
+            losses, gradients, new untrained state.
+        judge: (tensors of the row, frozen weights, input buffers, key of draws, x, y) -> losses,
+            scores.
         together: whether a sample's loss depends on the others of its batch, or a step changes the
             untrained state.
     """
@@ -671,13 +701,16 @@ def record(
     Raises:
         NotTraceableError: when operations depend on values, on chance or on the number of samples.
     """
-    module = _traced_form(layout.train_module)
+    module = with_counted_batches(layout.train_module)
+    separate = True  # whether each sample has draws of its own
 
     def pair(function: Callable[[Tensor, Tensor], Trace]) -> Trace:
         traces = []
         for samples in _BATCHES:
             chosen = torch.arange(samples) % len(x)
             traces.append(function(x[chosen].clone(), y[chosen].clone()))
+        nonlocal separate
+        separate = separate and _draw_by_sample(traces[0].drawn, traces[1].drawn)
         return _joined(traces[0], traces[1], _BATCHES)
 
     try:
@@ -693,25 +726,37 @@ def record(
                 train.inputs[i] for i, s in enumerate(layout.slots) if s.stop > layout.trainable
             ]
             # Statistics that come out as they went in are not changed by a step.
-            together = state != before or _together(layout, module, objective, x, y)
+            together = not separate or state != before or _together(layout, module, objective, x, y)
     # PyTorch raises it for what cannot run under the modes of the record.
     except RuntimeError as error:
         raise NotTraceableError(str(error).strip().splitlines()[0]) from error
     return Traces(train, judge, together)
 
 
+def _draw_by_sample(first: list[tuple[int, ...]], second: list[tuple[int, ...]]) -> bool:
+    """Return whether draws of two records lie sample after sample, or belong to no sample."""
+    for one, other in zip(first, second, strict=False):
+        samples = one[:1] == (one[0] // _BATCHES[0] * _BATCHES[0],) if one else False
+        leading = samples and other[0] * _BATCHES[0] == one[0] * _BATCHES[1]
+        if one != other and not (leading and one[1:] == other[1:]):
+            return False
+    return True
+
+
 def _together(
     layout: Layout, module: nn.Module, objective: Objective, x: Tensor, y: Tensor
 ) -> bool:
     """Try whether the losses of two samples change with the samples next to them."""
-    views = layout.split_rows(layout.flatten_rewritten(layout.train_module))
+    views = layout.split_rows(layout.own_values())
+    views |= layout.unpack_state(views)
     values: Mapping[str, Tensor] = {name: value[0] for name, value in layout.zero_inputs(1).items()}
     losses = []
     for others in (torch.zeros_like(x[:1]), torch.full_like(x[:1], 0.5), x[:1]):
         # The two samples keep their places, 1 and 2; those around them change.
         batch = torch.cat([others, x[:1], x[-1:], others])
         targets = torch.cat([y[:1], y[:1], y[-1:], y[:1]])
-        with torch.no_grad():
-            outputs = functional_call(module, {**views, **values}, (batch,)).to(layout.dtype)
+        # One key, so that the two samples draw the same each time.
+        with torch.no_grad(), KeyedDraws(torch.tensor(0)):
+            outputs = layout.call_module(module, {**views, **values}, batch).to(layout.dtype)
             losses.append(objective(outputs, targets)[1:3])
     return not all(torch.allclose(losses[0], other, rtol=1e-5, atol=1e-7) for other in losses[1:])

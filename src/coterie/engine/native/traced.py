@@ -104,7 +104,7 @@ class _Function:
         across: whether samples lie across the vector; calls then have `LANES` samples.
 
     Attributes:
-        inputs: names of the input buffers, in order, without those of keys.
+        inputs: names of the input buffers, in order.
         results: the outputs of the trace, as values; None where one is no tensor.
     """
 
@@ -113,7 +113,7 @@ class _Function:
         self.program = Program(number_bytes=4 if layout.dtype == torch.float32 else 8)
         lowering = SampleLowering if across else ImageLowering
         self.lowering = lowering(self.program, trace, LANES if across else _TYPICAL, layout.dtype)
-        self.inputs = [name for name in layout.inputs if name not in layout.keys]
+        self.inputs = list(layout.inputs)
         kinds = trace.kinds
         # In the order of the inputs of `trace._train_once` and `_judge_once`.
         values: list[Value] = []
@@ -130,8 +130,9 @@ class _Function:
             place += tensor.numel()
         for name, ref in zip(layout.inputs, trace.inputs[len(values) :], strict=False):
             kind = kinds[ref.number]
-            buffer = "key" if name in layout.keys else f"input{self.inputs.index(name)}"
+            buffer = f"input{self.inputs.index(name)}"
             values.append(in_memory(buffer, kind.shape, dense_strides(kind.shape), kind.dtype))
+        values.append(in_memory("key", (), (), torch.int64))
         for buffer, ref in zip(("x", "y", "weight"), trace.inputs[len(values) :], strict=False):
             kind = kinds[ref.number]
             axes = range(len(kind.shape))
@@ -439,7 +440,7 @@ class TracedProgram:
         """Train clients in place; see `Engine.train`."""
         losses = torch.full(work.batch_sizes.shape, torch.nan, dtype=rows.dtype)
         places, length = to_int64(work.sample_indices), to_int64(work.batch_sizes)
-        keys = None if work.dropout_keys is None else to_int64(work.dropout_keys[0])
+        keys = None if work.draw_keys is None else to_int64(work.draw_keys)
         taken = None if work.steps_taken is None else to_int64(work.steps_taken)
         anchor = None if work.anchor is None or not work.prox else make_rows_contiguous(work.anchor)
         draws, fill = None, None

@@ -56,20 +56,16 @@ def samples(features, classes, dtype, number=40, uint8=False):
 def training(layout, data, local, clients=3, steps=4, prox=0.0):
     """Clients with full, smaller and missing batches."""
     stream = torch.Generator().manual_seed(2)
-    rows = layout.flatten_rewritten(layout.train_module).repeat(clients, 1)
+    rows = layout.own_values().repeat(clients, 1)
     rows = rows + 0.01 * torch.randn(rows.shape, generator=stream).to(rows)
     length = torch.full((clients, steps), local.batch_size)
     length[1, 2], length[0, 1], length[2, -1] = max(1, local.batch_size - 3), 1, 0
     places = torch.randint(0, len(data), (clients, steps, local.batch_size), generator=stream)
-    keys = (
-        (torch.randint(0, 1 << 62, (clients,), generator=stream), layout.keys)
-        if layout.keys
-        else None
-    )
+    keys = torch.randint(0, 1 << 62, (clients,), generator=stream)
     anchor = rows + 0.1 if prox else None
     inputs = mixtures(layout, clients, steps)
     return rows, TrainingWork(
-        data, places, length, local, anchor=anchor, prox=prox, dropout_keys=keys, inputs=inputs
+        data, places, length, local, anchor=anchor, prox=prox, draw_keys=keys, inputs=inputs
     )
 
 
@@ -77,7 +73,7 @@ def mixtures(layout, *shape):
     """Weights for the endpoints of a simplex layer, other ones for every client and step."""
     stream = torch.Generator().manual_seed(3)
     known = layout.zero_inputs(1)
-    size = {name: value.shape[-1] for name, value in known.items() if name not in layout.keys}
+    size = {name: value.shape[-1] for name, value in known.items()}
     draws = {
         name: torch.rand(*shape, count, generator=stream, dtype=layout.dtype)
         for name, count in size.items()
