@@ -356,7 +356,7 @@ def _count_batches(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
     PyTorch's own reads the number of batches as a number, which many models at once do not have.
     """
     norm._check_input_dim(x)
-    rate: float | Tensor = 0.0
+    rate: Any = 0.0  # a tensor is what `normalize_batch` takes as well
     if norm.training and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
         rate = 1 / norm.num_batches_tracked.to(x.dtype)
@@ -424,7 +424,7 @@ def attend_plainly(func: Callable[..., Any]) -> Callable[..., Any]:
     return attend
 
 
-def plain_attention(device: torch.device) -> AbstractContextManager[None]:
+def plain_attention(device: torch.device) -> AbstractContextManager[Any]:
     """While active, attention on a device draws its dropout by operations that can be keyed."""
     if device.type == "cpu":  # whose fused attention has no dropout
         return nullcontext()

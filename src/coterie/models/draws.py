@@ -180,7 +180,7 @@ Given = dict[str, Any]
 
 
 def _read_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
-    """Return the arguments of a call by name; PyTorch leaves out those that equal their default."""
+    """Return the arguments of a call by name; PyTorch leaves out what equals a default."""
     names, defaults = _arguments(func)
     return defaults | dict(zip(names, args, strict=False)) | dict(kwargs)
 

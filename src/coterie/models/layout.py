@@ -6,9 +6,9 @@ as floating-point numbers). So mixing, comparing and storing models are operatio
 comparisons use the trainable part only. Frozen weights (`requires_grad` is False) are in no row:
 they are one tensor for all clients, which nobody sends.
 
-The module that runs is the user's: a `Layout` copies it and rewrites nothing in it. What a forward
-pass draws is made of keys below the module (`models.draws`), and engines that run many rows at once
-replace functions of PyTorch, not layers.
+A `Layout` copies the module and rewrites nothing in it. What a forward pass draws is made of keys
+below the module (`models.draws`), and engines that run many rows at once replace functions of
+PyTorch, not layers.
 """
 
 import copy
