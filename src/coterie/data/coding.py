@@ -300,6 +300,15 @@ def number_clients(
                     f"clusters has nothing for client {name!r}; give the cluster of every client"
                 )
             clusters.append(by_client[key])
+    elif names and isinstance(found[0], str):
+        # A list could follow the order in which the clients occur, or that of their names.
+        occurring = list(dict.fromkeys(owner.tolist()))
+        if occurring != sorted(occurring):
+            raise DataError(
+                f"clusters is a list, and clients occur as {names[occurring[0]]}, "
+                f"{names[occurring[1]]}, ..., not in the order of their names; give the cluster of "
+                f"each by its name, such as {{{names[0]!r}: 0, ...}}"
+            )
     if len(clusters) != len(found):
         raise DataError(
             f"clusters has {len(clusters)} values; expected one for each of the {len(found)} "

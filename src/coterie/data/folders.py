@@ -19,14 +19,14 @@ from coterie.errors import ConfigError, DataError
 _GRAY, _DEEP = ("1", "L", "LA"), ("I", "F")
 
 
-def _has_deep_pixels(image: Any) -> bool:
+def has_deep_pixels(image: Any) -> bool:
     """Whether a picture has more than 8 bits a pixel."""
     return image.mode.partition(";")[0] in _DEEP
 
 
 def as_pixels(image: Any) -> np.ndarray:
     """Return a picture of Pillow as an array: gray with two axes, or color with channels first."""
-    if _has_deep_pixels(image):
+    if has_deep_pixels(image):
         return np.array(image)
     if image.mode in _GRAY:
         return np.array(image.convert("L"))
@@ -175,7 +175,7 @@ def _load_picture(
             # Pillow reads pixels late; a damaged file must fail here.
             image.load()
             # Palettes and transparency become plain colors.
-            if image.mode not in _GRAY and not _has_deep_pixels(image):
+            if image.mode not in _GRAY and not has_deep_pixels(image):
                 image = image.convert("RGB")
     except (UnidentifiedImageError, OSError) as error:
         raise DataError(
@@ -189,7 +189,7 @@ def _load_picture(
         made = image if transform is None else transform(image)
     if isinstance(made, Tensor):
         return made
-    if hasattr(made, "getbands") and _has_deep_pixels(made):
+    if hasattr(made, "getbands") and has_deep_pixels(made):
         raise DataError(
             f"{file} has more than 8 bits a pixel ({made.mode}); make numbers of it with transform="
         )

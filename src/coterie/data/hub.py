@@ -27,12 +27,12 @@ from torch import Tensor
 
 from coterie._util import extras
 from coterie._util.files import cache_folder, replace_atomically
+from coterie.data.folders import has_deep_pixels
 from coterie.data.items import TEST_SPLITS
 from coterie.data.source import Constants, Samples, Source
 from coterie.errors import ConfigError, DataError, describe_unknown
 
-# Pillow's modes of one channel: black and white, 8, 32 and 16 bits, floats.
-_GRAY = ("1", "L", "I", "I;16", "F")
+_GRAY = ("1", "L")  # Pillow's modes of one channel: black and white, and 8 bits
 
 
 @dataclass(frozen=True)
@@ -288,6 +288,11 @@ def _decode_images(
             raise DataError(
                 f"{where}: image {place} cannot be decoded ({error}); fetch the data again"
             ) from error
+        if has_deep_pixels(image):
+            raise DataError(
+                f"{where}: image {place} has more than 8 bits a pixel ({image.mode}), of which 8 "
+                "would be kept; scale the images to 8 bits, or give them as arrays of floats"
+            )
         # One colored image makes all of them RGB.
         mode = mode if image.mode in _GRAY else "RGB"
         images.append(image)

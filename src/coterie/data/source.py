@@ -14,11 +14,14 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from coterie.data.coding import code_targets, match_clients, number_clients, to_array
+from coterie.data.guesses import (
+    LARGEST,
+    require_aligned,
+    warn_about_inputs,
+    warn_about_shared_samples,
+)
 from coterie.data.preparation import Preparation, TableColumn
 from coterie.errors import ConfigError, DataError, require
-
-LARGEST = 1 << 24
-"""The largest whole number of an input: float32 represents all up to it exactly."""
 
 Constants = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel."""
@@ -182,8 +185,14 @@ class Source:
                 "test has clients, and the training samples have none; give clients, or a test set "
                 "(x, y) for all"
             )
+        require_aligned(x=x, y=y, clients=clients)
+        if test is not None:
+            require_aligned(
+                **dict(zip(("x of test", "y of test", "its clients"), test, strict=False))
+            )
         given = [y] if test is None else [y, test[1]]
         targets, names, classes = code_targets(given, classes, class_names)
+        _warn_about_parts(x)
         inputs, parts, constants = _convert_inputs(x, normalize)
         pool = make_samples(inputs, targets[0], classes)
         columns, client_names = {}, ()
@@ -207,6 +216,7 @@ class Source:
                 owners = match_clients(test[2], len(kept), columns["client"], client_names)
                 kept = replace(kept, columns={"client": owners})
             pool, kept = _match_dtypes(pool, kept)
+            warn_about_shared_samples((pool.x, pool.y), (kept.x, kept.y), name)
         entries = int(np.prod(pool.x.shape[1:]))
         if feature_names:
             require(
@@ -441,11 +451,26 @@ def _convert_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]
     if largest > LARGEST:
         raise DataError(
             f"{name} has whole numbers up to {largest:,}; expected at most {LARGEST:,}, beyond "
-            "which models do not see "
-            "them exactly: scale them, or give them as floats"
+            "which models do not see them exactly: subtract a start and scale them"
         )
     # Half of int64, and enough for LARGEST.
     return x.to(torch.int32)
+
+
+def _name_parts(x: Any) -> dict[Any, Any]:
+    """Return the parts of an input of several tensors, by name or number; none of one tensor."""
+    if isinstance(x, Mapping):
+        return {str(key): value for key, value in x.items()}
+    several = isinstance(x, tuple) and bool(x) and all(getattr(one, "ndim", 0) for one in x)
+    return dict(enumerate(x)) if several else {}
+
+
+def _warn_about_parts(x: Any) -> None:
+    """Warn where an input may mean something else than it is taken for."""
+    columns = column_names(x)
+    for name, value in ({f"x[{k!r}]": v for k, v in _name_parts(x).items()} or {"x": x}).items():
+        kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
+        warn_about_inputs(_to_tensor(value, name), name, kind, columns)
 
 
 def _convert_inputs(
@@ -459,16 +484,9 @@ def _convert_inputs(
         constants: mean and deviation of the channels of each part that is images; found here when
             not given.
     """
-    several = isinstance(x, Mapping) or (
-        isinstance(x, tuple) and bool(x) and all(getattr(one, "ndim", 0) for one in x)
-    )
-    if not several:
+    named = _name_parts(x)
+    if not named:
         return x, (), {}
-    named = (
-        {str(key): value for key, value in x.items()}
-        if isinstance(x, Mapping)
-        else dict(enumerate(x))
-    )
     found = dict(constants or {})
     tensors, parts = [], []
     for place, (key, value) in enumerate(named.items()):
@@ -548,9 +566,21 @@ def column_names(x: Any) -> tuple[str, ...]:
 
 def _to_tensor(value: Any, name: str) -> Tensor:
     if isinstance(value, Tensor):
+        if value.is_complex() or value.layout != torch.strided:
+            found = str(value.dtype if value.is_complex() else value.layout).removeprefix("torch.")
+            raise DataError(
+                f"{name} is {found}; expected real numbers, all of them there: torch.view_as_real "
+                "or .to_dense() makes them"
+            )
         tensor = torch.atleast_1d(value.detach().cpu())
         kept = (torch.bool, torch.uint8)
         return tensor if tensor.is_floating_point() or tensor.dtype in kept else tensor.long()
+    if hasattr(value, "toarray"):
+        raise DataError(f"{name} is a sparse {type(value).__name__}; give {name}.toarray()")
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise DataError(
+            f"{name} is masked in {int(np.ma.count_masked(value))} places; fill or drop them"
+        )
     array = to_array(value, name)
     if array.dtype.kind not in "buif":
         advice = ": coterie.from_table reads tables with text" if column_names(value) else ""

@@ -387,9 +387,9 @@ def test_a_client_with_too_few_samples_is_named():
 
 
 def test_deep_pictures_of_a_dataset_are_numbers_and_palettes_are_colors():
-    deep = from_datasets(
-        [Pairs([(Image.new("I;16", (3, 3), 300 + place), place % 2) for place in range(6)])]
-    )
+    pictures = [(Image.new("I;16", (3, 3), 300 + place), place % 2) for place in range(6)]
+    with pytest.warns(UserWarning, match="is uint16 of shape 3 x 3: taken as whole numbers"):
+        deep = from_datasets([Pairs(pictures)])
     assert (deep.x.dtype, int(deep.x.max()) >= 300) == (torch.int32, True)
     palette = Image.new("RGB", (3, 3), (200, 10, 30)).convert("P", palette=Image.Palette.ADAPTIVE)
     colors = from_datasets([Pairs([(palette, 0), (palette, 1)] * 3)])

@@ -95,7 +95,7 @@ def test_a_random_target_and_a_random_transform_are_said():
 
 def test_a_dataset_that_stays_the_same_is_not_called_random():
     # Warnings are errors here. NaN is unequal to itself, and is refused for what it is.
-    from_datasets([Items([(torch.tensor([place, 1.0]), place % 2) for place in range(50)])])
+    from_datasets([Items([(torch.tensor([place + 0.5, 1.0]), place % 2) for place in range(50)])])
     with pytest.raises(DataError, match="NaN"):
         from_datasets([Items([(torch.tensor([float("nan")]), place % 2) for place in range(5)])])
 

@@ -81,8 +81,10 @@ def test_a_dataset_takes_what_arrays_take():
         inspect.signature(getattr(coterie, name)).parameters
         for name in ("from_arrays", "from_dataset", "from_datasets")
     )
-    shared = set(arrays) - {"x", "y", "clients", "num_clients"}
+    # A test set may also be a dataset, or one for each client, where the data are datasets.
+    shared = set(arrays) - {"x", "y", "clients", "num_clients", "test"}
     for other in (dataset, datasets):
+        assert other["test"].default is arrays["test"].default is None
         assert {name: other[name] for name in shared} == {name: arrays[name] for name in shared}
 
 

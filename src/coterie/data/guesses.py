@@ -1,0 +1,192 @@
+"""Lines about inputs whose meaning is assumed: what was assumed, and how to say otherwise.
+
+Numbers do not say whether they are pixels, tokens or ids. What is unusual for what they are taken
+for is said at once, as nothing would fail later.
+"""
+
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Shaped
+from torch import Tensor
+
+from coterie.errors import DataError
+
+LARGEST = 1 << 24
+"""The largest whole number of an input: float32 represents all up to it exactly."""
+
+_CHANNELS = (1, 3, 4)  # gray, color, and color with transparency
+_SIDE = 8  # the smallest side of what may be an image
+_BYTE = 255  # the largest pixel of 8 bits
+_DARK = 16  # largest value up to which numbers are hardly pixels
+_CONSECUTIVE, _DISTINCT = 50, 100  # samples from which on distinct whole numbers look like ids
+# share of test samples, and number, that may be training samples as well without a word
+_SHARED, _FEW = 0.01, 9
+
+
+def warn_about_inputs(
+    x: Shaped[Tensor, "samples *features"], name: str, kind: str, columns: tuple[str, ...] = ()
+) -> None:
+    """Warn where inputs may mean something else than they are taken for.
+
+    Args:
+        x: the inputs as they were given.
+        name: of the inputs, as messages call them.
+        kind: their type as they were given, such as "uint16", which PyTorch may not have.
+        columns: names of the features, when known.
+    """
+    if not len(x) or not x[0].numel() or x.dtype == torch.bool:
+        return
+    low, high = (float(end) for end in torch.aminmax(x))
+    said = _doubt_pixels(x, name, kind, low, high)
+    if not said:
+        said = _doubt_order(x, name)
+    if x.dtype == torch.float64 and max(abs(low), abs(high)) > LARGEST:
+        said = said or _doubt_size(x, name)
+    if x.ndim == 2:
+        said = said or _doubt_ids(x, name, columns)
+    if said:
+        warnings.warn(f"{name} {said}", stacklevel=4)
+
+
+def _is_picture(x: Tensor) -> bool:
+    """Whether the shape is that of pictures: square and gray, or with an axis of channels."""
+    if x.ndim == 3:
+        return x.shape[1] == x.shape[2] >= _SIDE
+    sides = min(x.shape[2:]) >= _SIDE if x.ndim == 4 else False
+    last = x.ndim == 4 and x.shape[3] in _CHANNELS and min(x.shape[1:3]) >= _SIDE
+    return (sides and x.shape[1] in _CHANNELS) or last
+
+
+def _doubt_pixels(x: Tensor, name: str, kind: str, low: float, high: float) -> str:
+    """Describe doubts about whether numbers are pixels."""
+    shape = " x ".join(map(str, x.shape[1:]))
+    if x.dtype == torch.uint8:
+        if x.ndim in (3, 4) and 0 < high <= 1:
+            return (
+                f"is uint8 of shape {shape} and holds 0 and 1 alone: taken as images, whose pixels "
+                "run from 0 to 255, so that 1 becomes nearly black; if it is no image, such as "
+                f"one-hot codes or a mask, give {name} as float32"
+            )
+        return ""
+    if kind in ("uint16", "uint32") and x.ndim >= 3:
+        return (
+            f"is {kind} of shape {shape}: taken as whole numbers up to {high:,.0f}, which are not "
+            f"scaled; if they are pixels, give floats, such as {name} / {np.iinfo(kind).max}"
+        )
+    if not _is_picture(x) or low < 0 or not _DARK < high <= _BYTE:
+        return ""
+    taken = "numbers" if x.is_floating_point() else "whole numbers, such as tokens"
+    return (
+        f"has shape {shape} and numbers from {low:g} to {high:g}: taken as {taken}, which are not "
+        "scaled; if they are pixels, give uint8, which is normalized"
+    )
+
+
+def _doubt_order(x: Tensor, name: str) -> str:
+    """Describe doubts about the axis of channels."""
+    if x.ndim != 4 or x.dtype == torch.uint8 or x.shape[1] in _CHANNELS:
+        return ""
+    if x.shape[3] not in _CHANNELS or min(x.shape[1:3]) < _SIDE:
+        return ""
+    channels, *sides = x.shape[1:]
+    return (
+        f"is taken as {channels} channels of {' x '.join(map(str, sides))}; if channels are last, "
+        f"give channels first: {name}.transpose(0, 3, 1, 2), or {name}.permute(0, 3, 1, 2) of a "
+        "tensor"
+    )
+
+
+def _doubt_size(x: Tensor, name: str) -> str:
+    """Describe whole numbers that float32 does not hold."""
+    lost = (x.float().double() != x) & (x == x.round())
+    if not bool(lost.any()):
+        return ""
+    first = float(x[lost][0])
+    return (
+        f"has whole numbers such as {first:,.0f}, which becomes {np.float32(first):,.0f} as "
+        f"float32: models see no difference; subtract a start and scale, or leave them out"
+    )
+
+
+def _doubt_ids(x: Tensor, name: str, columns: tuple[str, ...]) -> str:
+    """Describe a feature that has another whole number for each sample."""
+    samples = len(x)
+    if x.shape[1] < 2 or samples < _CONSECUTIVE:
+        return ""
+    for place in (x[:2] == x[:2].round()).all(0).nonzero().flatten().tolist():
+        values = x[:, place]
+        steps = values.sort().values.diff()
+        if bool((steps < 1).any()) or not bool((values == values.round()).all()):
+            continue
+        if samples < _DISTINCT and bool((steps > 1).any()):
+            continue
+        feature = (
+            f"the feature {columns[place]!r}" if columns else f"the feature {name}[:, {place}]"
+        )
+        return (
+            f"has another whole number for each of the {samples} samples in {feature}: taken as a "
+            "number to learn from; if it is an id or a row's number, leave it out"
+        )
+    return ""
+
+
+def warn_about_shared_samples(
+    train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], name: str
+) -> None:
+    """Warn where more test samples are training samples than chance explains.
+
+    Args:
+        train: inputs and targets.
+        test: inputs and targets.
+        name: of the data.
+    """
+    seen, held = _hash_rows(*train), _hash_rows(*test)
+    if not len(held) or not len(seen):
+        return
+    shared = float(np.isin(held, seen).mean())
+    # Samples with few values repeat by chance, in the training data too.
+    _, counts = np.unique(seen, return_counts=True)
+    repeated = float(counts[counts > 1].sum()) / len(seen)
+    if shared > repeated + _SHARED and shared * len(held) > _FEW:
+        warnings.warn(
+            f"{name}: {round(shared * len(held))} of {len(held)} test samples are training samples "
+            "as well, input and target, so that results are better than on new samples; leave them "
+            "out of one of the two",
+            stacklevel=4,
+        )
+
+
+def _hash_rows(x: Tensor, y: Tensor) -> np.ndarray:
+    """Return a hash of each sample."""
+    flat = [one.reshape(len(one), -1).contiguous().numpy().view(np.uint8) for one in (x, y)]
+    rows = np.concatenate([one.reshape(len(one), -1) for one in flat], axis=1)
+    return np.array([hash(row.tobytes()) for row in rows])
+
+
+def require_aligned(**given: Any) -> None:
+    """Refuse columns of pandas whose rows have the same labels in another order.
+
+    Args:
+        given: what belongs together row by row, by the name of the argument.
+
+    Raises:
+        DataError: when two indexes hold the same labels in another order.
+    """
+    indexes: list[tuple[str, Any]] = [
+        (name, value.index)
+        for name, value in given.items()
+        if hasattr(value, "index") and hasattr(value, "iloc")
+    ]
+    for name, index in indexes[1:]:
+        first, known = indexes[0]
+        if index.equals(known) or len(index) != len(known):
+            continue
+        if bool(index.sort_values().equals(known.sort_values())):
+            raise DataError(
+                f"{first} and {name} have the same index in another order; rows are paired by "
+                f"place: give {name}.loc[{first}.index], or {name}.to_numpy() where the places "
+                "are right"
+            )
