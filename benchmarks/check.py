@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks._measured import images
+from coterie import from_arrays
 from coterie._util.origin import write_results
 from coterie.engine.task import LocalTraining
 from coterie.methods.fedavg import FedAvg
@@ -51,7 +51,9 @@ def usual_step(model: str, side: int, channels: int) -> float:
 def cell(model: str, engine: str) -> dict[str, Any]:
     """Time the check of a model in an engine."""
     side, channels = CELLS[model]
-    data = images(20, 100, side, channels)
+    stream = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (2000, channels, side, side), generator=stream, dtype=torch.uint8)
+    data = from_arrays(x, torch.arange(2000) % 10, clients=[row % 20 for row in range(2000)])
     local = LocalTraining(batch_size=BATCH)
     task = make_task(data, FedAvg(), model, Settings(engine=engine, local=local))
     seconds = []
