@@ -88,7 +88,6 @@ ELSEWHERE = {
     "__main__": "e2e/test_cli.py",
     "errors": "unit/cli/test_app.py",
     "_util/facts": "unit/methods/test_dac.py",
-    "_util/files": "unit/studies/test_run.py",
 }
 """Modules without a test beside their name, and the test that covers each."""
 

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from coterie._util.files import write_atomically
+from coterie._util.files import prepare_file, write_atomically
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CODE = ("src", "benchmarks", "scripts", "pyproject.toml", "constraints.txt")
@@ -188,7 +188,7 @@ def write_results(
     first = make_origin(
         speaks_of, config=config, seeds=seeds, where=describe_machine() if where is None else where
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(
-        path, (json.dumps({"origin": first, **more, "results": results}, indent=1) + "\n").encode()
+        prepare_file(path),
+        (json.dumps({"origin": first, **more, "results": results}, indent=1) + "\n").encode(),
     )

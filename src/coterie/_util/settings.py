@@ -76,7 +76,9 @@ class Configurable:
         try:
             for name, hint in settable_fields(cls).items():
                 # The dataclass is frozen: values are stored in checked form, past it.
-                object.__setattr__(self, name, _check_value(name, getattr(self, name), hint))
+                value = getattr(self, name)
+                _check_not_empty(name, value, getattr(cls, name, None))
+                object.__setattr__(self, name, _check_value(name, value, hint))
             self._check_rules()
         except ConfigError as error:
             raise ConfigError(f"{_owner_name(cls)}: {error}") from None
@@ -192,6 +194,12 @@ def _owner_name(cls: type[Any]) -> str:
     """Return a class's name in messages: its kind, unless that is itself a setting."""
     kind = getattr(cls, "kind", None)
     return kind if isinstance(kind, str) and "kind" not in settable_fields(cls) else cls.__name__
+
+
+def _check_not_empty(name: str, found: Any, default: Any) -> None:
+    """Refuse an empty text, unless the field's default says "not set" with one."""
+    if isinstance(found, str) and not found.strip() and default != "":
+        raise ConfigError(f"{name} is {found!r}; expected a value: leave it out for the default")
 
 
 def _check_value(name: str, found: Any, hint: Any) -> Any:

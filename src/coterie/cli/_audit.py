@@ -72,11 +72,13 @@ def audit_privacy(
       coterie audit-privacy rotated-digits --set rounds=5
       coterie audit-privacy my-study.toml --noise 2 --out audit.json
     """
-    from coterie._util.files import write_atomically
+    from coterie._util.files import prepare_file, write_atomically
     from coterie.engine.privacy import DPSGD
     from coterie.studies import config, leakage
     from coterie.studies.run import load_stored_study
 
+    if out is not None:
+        prepare_file(out)
     # A folder of results has its resolved study, to which --set applies as to a file.
     folder = Path(study).is_dir()
     chosen = (

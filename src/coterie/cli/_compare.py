@@ -329,6 +329,7 @@ def tune_study(
         raise ConfigError(
             "there is nothing to tune; give --grid lr=0.001,0.003, or [tune] in the study file"
         )
+    tuning.prepare_result(chosen, out)
     console = Console(stderr=True)
 
     def show_trial(trial: tuning.Trial) -> None:

@@ -6,6 +6,8 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from coterie._util.files import prepare_file, show_path
+from coterie._util.names import to_one_line
 from coterie.errors import ConfigError, CoterieError, describe_unknown, require
 
 
@@ -31,8 +33,13 @@ def export_models(
         ),
     ] = None,
     format_: Annotated[
-        str, typer.Option("--format", "-f", help="safetensors, pt or onnx.")
-    ] = "safetensors",
+        str | None,
+        typer.Option(
+            "--format",
+            "-f",
+            help="safetensors, pt or onnx; by default that of the name of --out, else safetensors.",
+        ),
+    ] = None,
     which: Annotated[
         str, typer.Option(help="Which model: evaluated (in the final test), best_val or final.")
     ] = "evaluated",
@@ -53,13 +60,15 @@ def export_models(
 
       coterie export runs/hospitals/DAC/seed-0 --client north
       coterie export runs/hospitals --method DAC --seed 0 --all --out models
-      coterie export runs/hospitals/DAC/seed-0 -c north -f onnx -o north.onnx
+      coterie export runs/hospitals/DAC/seed-0 --client north --out north.onnx
     """
-    from coterie.results.export import FORMATS
+    from coterie.results.export import FORMATS, choose_format
     from coterie.runtime.models import Which, load_models
 
-    if format_ not in FORMATS:
+    if format_ is not None and format_ not in FORMATS:
         raise ConfigError(describe_unknown("--format", format_, FORMATS))
+    # With --all the name is that of a folder, which may have a dot in it.
+    chosen = choose_format(None if all_ else out, format_)  # type: ignore[arg-type]
     require(which in get_args(Which), "--which", which, "evaluated, best_val or final")
     run = _find_run_folder(folder, method, seed)
     models = load_models(run, model=model)
@@ -74,8 +83,8 @@ def export_models(
     _write_models(
         models,
         clients,
-        _choose_files(models, clients, out, all_, FORMATS[format_]),
-        format_,
+        _choose_files(models, clients, out, all_, FORMATS[chosen]),
+        chosen,
         which,
         run,
         force,
@@ -91,17 +100,18 @@ def _write_models(
     run: Path,
     force: bool,
 ) -> None:
-    """Write every file, or none when one of them exists."""
+    """Write every file, or none when one of them exists or cannot be written."""
     from coterie.results.export import export_model as write
 
     # All files first: nothing is written when one of them is in the way.
+    for path in files:
+        prepare_file(path)
     there = [path for path in files if path.exists()]
     if there and not force:
         raise ConfigError(
-            f"{there[0]} exists; choose another place with --out, or replace it with --force"
+            f"{show_path(there[0])} exists; choose another place with --out, or replace it with "
+            "--force"
         )
-    for path in files:
-        path.parent.mkdir(parents=True, exist_ok=True)
     for name, path in zip(clients, files, strict=True):
         write(
             models,
@@ -112,7 +122,7 @@ def _write_models(
             study=_find_study_name(run),
             force=force,
         )
-        typer.echo(f"{models.client_name(name)}: {path}")
+        typer.echo(f"{to_one_line(str(models.client_name(name)))}: {show_path(path)}")
 
 
 def _find_run_folder(folder: Path, method: str | None, seed: int | None) -> Path:
@@ -164,7 +174,9 @@ def _choose_files(
         return [out / f"{_make_file_name(clients[0])}{ending}" if out.is_dir() else out]
     folder, taken = (out or Path("models")) if all_ else Path(), set()
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--out is {folder}, a file; expected a folder with --all")
+        raise ConfigError(
+            f"--out is {show_path(folder)}, a file; with --all expected a folder: choose another"
+        )
     files = []
     for client in clients:
         name = _make_file_name(client)

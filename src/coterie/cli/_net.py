@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from coterie._util import extras
+from coterie._util.files import check_folder, prepare_folder, show_path
 from coterie.cli import _cluster
 from coterie.errors import ConfigError, TransportError
 
@@ -71,6 +72,7 @@ def create_authority(
     _check_packages()
     from coterie.net import identity
 
+    check_folder(folder)
     identity.make_authority(folder, run, days=days)
     for text in members or ():
         # NAME=HOST:PORT; the address itself has no "=".
@@ -79,7 +81,7 @@ def create_authority(
         identity.sign_request(folder, request, name, address)
         _record_member(folder, name, address)
     typer.echo(
-        f"{folder}: ca.key and organizer.key stay here; give every member ca.pem and organizer.pub"
+        f"{show_path(folder)}: ca.key and organizer.key stay here; give every member ca.pem and organizer.pub"
     )
 
 
@@ -100,8 +102,11 @@ def create_member_key(
     _check_packages()
     from coterie.net import identity
 
+    check_folder(folder)
     request = identity.make_request(folder, name, address)
-    typer.echo(f"{folder / (name + '.key')} stays on this machine; send {request} to the organizer")
+    typer.echo(
+        f"{show_path(folder / (name + '.key'))} stays on this machine; send {show_path(request)} to the organizer"
+    )
 
 
 @net.command("sign")
@@ -135,7 +140,7 @@ def sign_member(
     # In a script nobody answers a prompt.
     if not name and not sys.stdin.isatty():
         raise ConfigError(
-            f"say which member's request {request} is, as agreed with it: --name NAME"
+            f"say which member's request {show_path(request)} is, as agreed with it: --name NAME"
         )
     name = name or typer.prompt("The member's name, as agreed with it")
     # Before the certificate is written: a removed member's name is never used again.
@@ -143,7 +148,7 @@ def sign_member(
     certificate = identity.sign_request(folder, request, name, address, days=days)
     _record_member(folder, name, address)
     typer.echo(
-        f"send {folder / 'members' / (name + '.pem')} to {name}; fingerprint "
+        f"send {show_path(folder / 'members' / (name + '.pem'))} to {name}; fingerprint "
         f"{identity.fingerprint(certificate)}"
     )
 
@@ -166,7 +171,9 @@ def remove_member(
     from coterie.net import setup
 
     made = setup.remove_member(folder, name)
-    typer.echo(f"{folder / 'roster.toml'}, version {made.version}, is without {name}: {_SEND}")
+    typer.echo(
+        f"{show_path(folder / 'roster.toml')}, version {made.version}, is without {name}: {_SEND}"
+    )
 
 
 @net.command("rekey")
@@ -189,8 +196,10 @@ def rekey_member(
     from coterie.net import setup
 
     made = setup.rekey_member(folder, name, request, days=days)
-    typer.echo(f"send {folder / 'members' / (name + '.pem')} to {name}")
-    typer.echo(f"{folder / 'roster.toml'}, version {made.version}, has its new key: {_SEND}")
+    typer.echo(f"send {show_path(folder / 'members' / (name + '.pem'))} to {name}")
+    typer.echo(
+        f"{show_path(folder / 'roster.toml')}, version {made.version}, has its new key: {_SEND}"
+    )
 
 
 @net.command("roster")
@@ -252,7 +261,7 @@ def write_roster(
     shape = tuple(map(int, parts))
     made = setup.write_roster(folder, study, shape, classes, server)
     typer.echo(
-        f"{folder / 'roster.toml'}, version {made.version}: send it and roster.toml.sig to "
+        f"{show_path(folder / 'roster.toml')}, version {made.version}: send it and roster.toml.sig to "
         "all members"
     )
 
@@ -429,9 +438,9 @@ def run_demo(
 
     place = folder or Path(tempfile.mkdtemp(prefix="coterie-demo-"))
     # Nothing of another run may be mixed with this one's results.
-    if place.exists() and any(place.iterdir()):
-        raise ConfigError(f"{place} is not empty; choose another folder")
-    place.mkdir(parents=True, exist_ok=True)
+    if place.is_dir() and any(place.iterdir()):
+        raise ConfigError(f"{show_path(place)} is not empty; choose another folder")
+    prepare_folder(place)
     top = fleet.run_demo(
         place,
         clients=clients,
@@ -440,7 +449,7 @@ def run_demo(
         say=lambda text: typer.echo(text, err=True),
     )
     _print_results(load_study_results(top))
-    typer.echo(f"Runs: {top}")
+    typer.echo(f"Runs: {show_path(top)}")
 
 
 def _print_results(study: Any) -> None:
@@ -628,7 +637,7 @@ def start_nodes(
             "or give their folder: --nodes FOLDER"
         )
     if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
+        prepare_folder(logs)
     with fleet.Fleet(files, logs=logs) as running:
         for name in files:
             running.start(name)
@@ -640,7 +649,7 @@ def start_nodes(
         raise TransportError(f"some nodes failed: {bad}")
     typer.echo(
         f"{len(files)} nodes finished: {', '.join(files)}"
-        + (f"; their logs are in {logs}" if logs else "")
+        + (f"; their logs are in {show_path(logs)}" if logs else "")
     )
 
 

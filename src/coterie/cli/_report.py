@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from coterie._util.files import prepare_folder, show_path
+
 Folders = Annotated[
     list[Path],
     typer.Argument(metavar="RUN...", help="Folders of studies, or of runs.", show_default=False),
@@ -48,10 +50,10 @@ def write_reports(
         path, notes = write_report_with_notes(folder, out if len(runs) == 1 else None)
         for note in notes:
             typer.echo(f"note: {note}", err=True)
-        typer.echo(f"Report: {path}")
+        typer.echo(f"Report: {show_path(path)}")
         paths.append(path)
     if len(runs) > 1:
-        typer.echo(f"Studies: {write_studies(runs, paths, out)}")
+        typer.echo(f"Studies: {show_path(write_studies(runs, paths, out))}")
 
 
 def watch_folder(
@@ -73,7 +75,7 @@ def watch_folder(
 
     with WatchServer(folder, port=port) as page:
         state = "" if folder.exists() else " (nothing is there yet; the page waits for it)"
-        typer.echo(f"Following {folder}{state}; Ctrl-C ends it\n{page.address}")
+        typer.echo(f"Following {show_path(folder)}{state}; Ctrl-C ends it\n{page.address}")
         if open_:
             webbrowser.open(page.address)
         try:
@@ -144,7 +146,8 @@ def plot_figure(
     # Options that were not given leave the figure's own defaults.
     given = {name: value for name, value in options.items() if value is not None}
     path = figures.plot(runs, figure, out=out, format=format_, **given)
-    typer.echo(f"Figure: {path}\nData:   {path.with_suffix('.csv')}")
+    data = show_path(path.with_suffix(".csv"))
+    typer.echo(f"Figure: {show_path(path)}\nData:   {data}")
 
 
 def track_runs(
@@ -172,4 +175,6 @@ def track_runs(
     for _, _, content in group_by_study(runs, found, problems):
         for note in describe_incomplete_runs(content):
             typer.echo(f"note: {content['study']}: {note}", err=True)
-    typer.echo(f"{export_runs(found, make_opener(to, out))} runs written to {out}")
+    opener = make_opener(to, out)
+    prepare_folder(out)
+    typer.echo(f"{export_runs(found, opener)} runs written to {show_path(out)}")

@@ -23,6 +23,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from coterie import __version__
+from coterie._util.files import show_path
+from coterie._util.names import to_one_line
 from coterie.cli import _audit, _cluster, _compare, _export, _report
 from coterie.cli._net import add_commands
 from coterie.cli._stopping import describe_os_error, explain_interruption
@@ -314,18 +316,20 @@ def list_runs(
     out = folder or out
     known = find_studies(out)
     if not known:
-        console.print(f"no study in {out}; `coterie run` makes one", markup=False, highlight=False)
+        console.print(
+            f"no study in {show_path(out)}; `coterie run` makes one", markup=False, highlight=False
+        )
     for place in known:
         try:
             study, runs = load_stored_study(place)[0], list_standings(place)
         except CoterieError as error:  # the others are wanted all the same
-            console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            console.print(to_one_line(str(error)), markup=False, highlight=False, soft_wrap=True)
             continue
         # Missing and damaged runs count as not finished.
         done = sum(run.state == "finished" for run in runs)
         state = "finished" if done == len(runs) else f"{done} of {len(runs)} runs finished"
         for line in (
-            f"{place}  {study.name}: {state}",
+            f"{show_path(place)}  {study.name}: {state}",
             *(f"  {text}" for text in coverage.format_statuses(runs)),
         ):
             console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -436,7 +440,7 @@ def _run_and_show(
             )
     if not as_json:
         for one, report in zip(done, reports, strict=True):
-            typer.echo(f"Runs:   {one.folder}\nReport: {report}")
+            typer.echo(f"Runs:   {show_path(one.folder)}\nReport: {show_path(report)}")
 
 
 def _print_studies(studies: Sequence[Any], as_json: bool) -> None:
@@ -478,17 +482,31 @@ def _exit_with_error(error: Exception) -> NoReturn:
         raise error
     try:
         # One line, whatever the message holds: programs read standard error by lines.
-        typer.echo(f"coterie: {text}".replace("\n", " "), err=True)
+        typer.echo(f"coterie: {to_one_line(text)}", err=True)
     except OSError:  # standard error is a file on the disk that is full
         sys.stderr = None
     sys.exit(status)
 
 
 def _format_warning(message: Warning | str, *_: Any, **__: Any) -> str:
-    return f"note: {message}\n"
+    return f"note: {to_one_line(str(message))}\n"
 
 
 add_commands(app)
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Refuse an empty text in place of a value, as an unset variable of a script leaves it.
+
+    No option has one as a value; an empty path, for example, would be the current folder.
+    """
+    before = "the command"
+    for word in words:
+        if not word:
+            raise ConfigError(f"the word after {before!r} is empty; expected a value")
+        if re.fullmatch(r"--[\w-]+=", word):
+            raise ConfigError(f"{word[:-1]} is empty; expected a value")
+        before = word
 
 
 def main() -> NoReturn:
@@ -501,12 +519,13 @@ def main() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
+        _check_words(sys.argv[1:])
         # Errors are raised here instead of printed by click, so that all have one form.
         status = app(standalone_mode=False)
     except _Usage as error:
         # empty when a group of commands has shown its help
         if text := error.format_message().rstrip("."):
-            typer.echo(f"coterie: {text}; see `coterie --help`".replace("\n", " "), err=True)
+            typer.echo(f"coterie: {to_one_line(text)}; see `coterie --help`", err=True)
         sys.exit(2)
     except Exception as error:
         _exit_with_error(error)

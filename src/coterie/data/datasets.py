@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from coterie._util import extras
+from coterie._util.files import expand_home
 from coterie._util.importing import import_object
 from coterie._util.settings import parse_settings
 from coterie.data import heart_disease
@@ -167,7 +168,7 @@ def load_dataset(
         raise ConfigError(f"data.options is {dict(options)!r}; {name} has no options")
     if name in ("digits", "heart-disease"):
         return load_digits_source() if name == "digits" else heart_disease.load_source()
-    folder = None if root is None else Path(root).expanduser() / name
+    folder = None if root is None else expand_home(root) / name
     # What is on disk comes before a download.
     if folder is not None and folder.is_dir():
         return hub.load_folder(folder, label, STANDARD.get(name)).check()
@@ -175,7 +176,7 @@ def load_dataset(
         return hub.download_dataset(
             HUB_NAMES.get(name, name), name, label, STANDARD.get(name)
         ).check()
-    raise _missing_dataset_error(name, None if root is None else Path(root).expanduser())
+    raise _missing_dataset_error(name, None if root is None else expand_home(root))
 
 
 def call_dataset_function(path: str, options: Mapping[str, Any], seed: int) -> Source | Federation:
@@ -270,8 +271,8 @@ def load_table_or_folder(
 def _resolve_path(path: object, root: str | Path | None, where: str) -> Path:
     """Return a path as given, or relative to the folder of datasets."""
     require(isinstance(path, str | Path), where, path, "a path, as text")
-    given = Path(str(path)).expanduser()
-    other = None if root is None else Path(root).expanduser() / given
+    given = expand_home(str(path))
+    other = None if root is None else expand_home(root) / given
     if not given.exists() and (other is None or not other.exists()):
         other_place = "" if root is None else f", and not in {root}"
         raise DataError(

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from coterie._util.facts import Described, format_range
-from coterie._util.files import replace_atomically
+from coterie._util.files import prepare_file, replace_atomically
 from coterie._util.names import format_client, format_clients, shorten_text
 from coterie.data.preparation import FittedPreparation, TableColumn, stack_fitted, unstack_fitted
 from coterie.data.source import InputPart, all_finite, describe_parts
@@ -455,8 +455,7 @@ class Federation(Described):
             if self.truth is None
             else {"names": self.truth.names, "shift": self.truth.shift},
         }
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = prepare_file(path)
         # safetensors refuses tensors that share memory, such as views.
         contiguous = {
             name: tensor.clone(memory_format=torch.contiguous_format)

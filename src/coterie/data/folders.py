@@ -11,6 +11,7 @@ from annotated_types import MinLen
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from coterie._util.files import expand_home
 from coterie._util.importing import import_object
 from coterie._util.settings import Configurable, PositiveInt
 from coterie.data.source import Source
@@ -106,7 +107,7 @@ def load_image_folder(
 
 def _list_classes(path: str | Path) -> tuple[Path, list[tuple[Path, Path]]]:
     """Return a folder, and the folders of each client and class in it."""
-    folder = Path(path).expanduser()
+    folder = expand_home(path)
     if not folder.is_dir():
         raise DataError(
             f"there is no folder {folder}; expected one with a folder of pictures for each client"

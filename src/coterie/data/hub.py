@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from coterie._util import extras
-from coterie._util.files import cache_folder, replace_atomically
+from coterie._util.files import cache_folder, replace_atomically, resolve_path
 from coterie.data.folders import has_deep_pixels
 from coterie.data.items import TEST_SPLITS
 from coterie.data.source import Constants, Samples, Source
@@ -76,7 +76,7 @@ def load_folder(
     return _make_source(
         folder.name,
         [*shards["train"], *shards["test"]],
-        str(folder.resolve()),
+        str(resolve_path(folder)),
         load_tables,
         label,
         standard,

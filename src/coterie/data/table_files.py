@@ -20,6 +20,7 @@ import pyarrow.compute as arrow_compute
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as arrow_parquet
 
+from coterie._util.files import expand_home
 from coterie.data.coding import WHOLE
 from coterie.errors import ConfigError, DataError
 
@@ -160,7 +161,7 @@ def load_table(table: Any, form: CsvFormat = CsvFormat(), what: str = "the table
         DataError: when it is none, or cannot be read.
     """
     if isinstance(table, str | Path):
-        return _load_file(Path(table).expanduser(), form)
+        return _load_file(expand_home(table), form)
     if hasattr(table, "iloc"):
         _require_distinct_names([str(name) for name in table.columns], what)
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from coterie._util.files import write_atomically
+from coterie._util.files import prepare_folder, replace_atomically, resolve_path, write_atomically
 from coterie.data.build import build_federation
 from coterie.errors import ConfigError, TransportError
 from coterie.functional.metrics import ACCURACY
@@ -218,7 +218,7 @@ def lay_out(
         }
         data = {"study": "own rows"}
         if data_dir:
-            data["data_dir"] = str(data_dir.resolve())
+            data["data_dir"] = str(resolve_path(data_dir))
         lines = [*_format_keys(own), "", "[data]", *_format_keys(data)]
         lines += ["", "[network]", *_format_keys(network or {})]
         files[name] = folder / f"{name}.toml"
@@ -248,7 +248,7 @@ def join_results(
     run = Path(study.methods[0].label) / f"seed-{study.seeds[0]}"
     sources = [folder / "nodes" / name / study.name / run for name in names]
     target = folder / "runs" / study.name / label / f"seed-{study.seeds[0]}"
-    target.mkdir(parents=True, exist_ok=True)
+    prepare_folder(target)
     tables = {}
     for name in ("metrics", "edges"):
         parts = [pd.read_parquet(source / f"{name}.parquet") for source in sources]
@@ -263,7 +263,8 @@ def join_results(
         kinds = {
             c: "category" for c in ("split", "model", "metric", "purpose") if c in tables[name]
         }
-        tables[name].astype(kinds).to_parquet(target / f"{name}.parquet", index=False)
+        with replace_atomically(target / f"{name}.parquet") as temporary:
+            tables[name].astype(kinds).to_parquet(temporary, index=False)
     for file in ("provenance.json",):
         write_atomically(target / file, (sources[0] / file).read_bytes())
     named = replace(study, methods=(replace(study.methods[0], label=label),))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie._util.files import write_atomically
+from coterie._util.files import prepare_folder, write_atomically
 from coterie._util.lines import LineFile
 from coterie.data.federation import Federation, Truth
 from coterie.engine.task import Task
@@ -182,7 +182,7 @@ class Node:
         self.schema = heads.schema_hash(self.task.layout)
         common = heads.with_frozen(plan.common_settings(roster.population), self.task.layout)
         self.settings = heads.with_table(common, federation)
-        folder.mkdir(parents=True, exist_ok=True)
+        prepare_folder(folder)
         self.incarnation = self._new_incarnation()
         self._journal_file = LineFile(folder / ARRIVALS)
         if torn := self._journal_file.trim_partial_line():
@@ -254,7 +254,14 @@ class Node:
 
     def _new_incarnation(self) -> int:
         path = self.folder / "incarnation.json"
-        before = json.loads(path.read_text())["incarnation"] if path.exists() else 0
+        before = 0
+        if path.exists():
+            try:
+                before = int(json.loads(path.read_text("utf-8"))["incarnation"])
+            except (ValueError, KeyError, TypeError):
+                raise ConfigError(
+                    f"{path} is damaged; delete it: the number of the next start is then the time"
+                ) from None
         # The clock, so that a node without its folder still gets a higher number; the last one
         # plus one, where the clock was set back.
         now = max(before + 1, int(time.time()))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from annotated_types import Ge, Le
 
+from coterie._util.files import resolve_path
 from coterie._util.importing import import_function
 from coterie._util.settings import (
     Configurable,
@@ -19,6 +20,7 @@ from coterie._util.settings import (
     Share,
     parse_settings,
 )
+from coterie._util.toml import parse_toml
 from coterie.data import datasets, hub
 from coterie.data.arrays import from_arrays
 from coterie.data.build import DataConfig, Split, build_federation, build_from_sources
@@ -218,7 +220,7 @@ def load(path: Path) -> NodeFile:
         ConfigError: with what was found, what was expected and what to do.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -228,7 +230,9 @@ def load(path: Path) -> NodeFile:
         part = table.pop(name, {})
         require(isinstance(part, Mapping), f"{path}: {name}", part, f"a table: [{name}]")
         parts[name] = parse_settings(kind, part, f"{path}: {name}")
-    return parse_settings(NodeFile, {**table, **parts, "folder": path.resolve().parent}, str(path))
+    return parse_settings(
+        NodeFile, {**table, **parts, "folder": resolve_path(path).parent}, str(path)
+    )
 
 
 # ---------------------------------------------------------------- data

@@ -17,6 +17,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from coterie._util.files import write_atomically
+from coterie._util.toml import parse_toml
 from coterie.errors import PeerMismatch, TransportError
 from coterie.net import identity
 from coterie.net.wire import NAME, SIGNATURE, VERSION
@@ -213,7 +214,7 @@ def loads(text: str) -> Roster:
         TransportError: when it is not a roster, or has internal errors.
     """
     try:
-        table = tomllib.loads(text)
+        table = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise TransportError(f"the roster is not valid TOML: {error}") from None
     members = table.pop("members", [])

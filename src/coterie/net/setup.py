@@ -24,7 +24,15 @@ def load_members(folder: Path) -> dict[str, str]:
     The address of a member that was removed is "".
     """
     path = folder / MEMBERS
-    return json.loads(path.read_text()) if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        known = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is damaged ({error}); restore it from a copy") from None
+    if not isinstance(known, dict):
+        raise ConfigError(f"{path} is damaged: it holds no names; restore it from a copy")
+    return known
 
 
 def check_member(folder: Path, name: str) -> None:

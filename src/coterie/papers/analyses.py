@@ -26,7 +26,7 @@ from annotated_types import MinLen
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie._util.files import write_atomically
+from coterie._util.files import prepare_file, write_atomically
 from coterie._util.settings import Configurable, PositiveFloat, PositiveInt
 from coterie.errors import ConfigError, describe_unknown, require
 from coterie.functional import simplex
@@ -260,6 +260,5 @@ def _find_kinds(method: type[Any]) -> list[str]:
 def _write_table(folder: Path, what: str, table: pd.DataFrame) -> Path:
     path, buffer = folder / FOLDER / f"{what}.parquet", io.BytesIO()
     table.to_parquet(buffer, compression="zstd", index=False)
-    path.parent.mkdir(exist_ok=True)
-    write_atomically(path, buffer.getvalue())
+    write_atomically(prepare_file(path), buffer.getvalue())
     return path

@@ -16,6 +16,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
+from coterie._util.files import prepare_file, replace_atomically
 from coterie.errors import ConfigError, DataError, describe_unknown
 from coterie.report import plots
 from coterie.results.coverage import IncompleteStudyWarning, describe_coverage
@@ -160,6 +161,8 @@ def plot(
         raise ConfigError(
             describe_unknown("format", path.suffix.removeprefix(".") or str(path), FORMATS)
         )
+    for file in (path, path.with_suffix(".csv")):
+        prepare_file(file)
     found = _load_drawn_runs(runs)
     # A paper's labels are a default, which may fit none; labels that the caller gave must.
     found = _select_methods(found, chosen.pop("methods", ()), asked="methods" in options)
@@ -172,15 +175,18 @@ def plot(
             raise DataError(
                 f"figure {figure} needs runs of {published.study}: {problem}"
             ) from problem
-        path.parent.mkdir(parents=True, exist_ok=True)
         # of a name; the table has it whole
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         # Without a date the same runs give the same bytes.
         stamp = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}[
             path.suffix.removeprefix(".")
         ]
-        drawn.savefig(path, bbox_inches="tight", metadata=stamp)
-    table.to_csv(path.with_suffix(".csv"), index=False)
+        with replace_atomically(path) as temporary:
+            drawn.savefig(
+                temporary, format=path.suffix.removeprefix("."), bbox_inches="tight", metadata=stamp
+            )
+    with replace_atomically(path.with_suffix(".csv")) as temporary:
+        table.to_csv(temporary, index=False)
     return path
 
 

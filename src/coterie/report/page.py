@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from coterie._util.files import write_atomically
+from coterie._util.files import prepare_file, write_atomically
 from coterie._util.names import format_clients, shorten_text
 from coterie.functional.metrics import EPSILON, Metric
 from coterie.report.data import build_empty_payload, build_payload
@@ -73,6 +73,7 @@ def write_report_with_notes(
     """
     path = Path(out) if out is not None else Path(study) / "report.html"
     runs, problems = load_runs([study])
+    prepare_file(path)
     # A folder whose runs are all unreadable still gets a page, which says so.
     data = _build_data(runs, problems, Path(study))
     write_atomically(path, render_page(data, render_overview(data, runs)).encode())

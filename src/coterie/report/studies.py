@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from coterie._util.files import write_atomically
+from coterie._util.files import prepare_file, resolve_path, write_atomically
 from coterie.errors import DataError
 from coterie.functional.metrics import Metric
 from coterie.report.page import fill_template, load_asset, render_cell, render_notes
@@ -39,12 +39,12 @@ def write_studies(
     """
     folders = [Path(folder) for folder in studies]
     # Two paths may lead to one folder.
-    if len({folder.resolve() for folder in folders}) < len(folders):
+    if len({resolve_path(folder) for folder in folders}) < len(folders):
         raise DataError(f"a study was given twice: {', '.join(map(str, folders))}; give each once")
     if out is None:
         # The parents: of a single study the common path would be its own folder.
-        out = Path(os.path.commonpath([one.resolve().parent for one in folders])) / PAGE
-    path = Path(out)
+        out = Path(os.path.commonpath([resolve_path(one).parent for one in folders])) / PAGE
+    path = prepare_file(out)
     sections = []
     for folder, report in zip(folders, reports, strict=True):
         runs, problems = stored_runs.load_runs([folder])
@@ -53,7 +53,7 @@ def write_studies(
         if runs:
             metric = stored_runs.collect_metrics(runs)[stored_runs.main_metric(runs)]
         # Relative, so that the folder can be moved; with slashes on Windows too.
-        link = Path(os.path.relpath(Path(report).resolve(), path.resolve().parent)).as_posix()
+        link = Path(os.path.relpath(resolve_path(report), resolve_path(path).parent)).as_posix()
         sections.append(_StudySection(folder, content, metric, quote(link)))
     names = [section.name for section in sections]
     for section in sections:

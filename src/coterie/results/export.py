@@ -14,13 +14,42 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from coterie._util import extras
-from coterie._util.files import replace_atomically
+from coterie._util.files import prepare_file, replace_atomically, show_path
 from coterie.errors import ConfigError, ModelError, RunExistsError
 from coterie.runtime.models import Models, Which
 
 Format = Literal["safetensors", "pt", "onnx"]
 FORMATS: Mapping[str, str] = {"safetensors": ".safetensors", "pt": ".pt", "onnx": ".onnx"}
 """The ending of a file of each format."""
+_FORMAT_OF_ENDING: Mapping[str, Format] = {
+    ".safetensors": "safetensors",
+    ".pt": "pt",
+    ".pth": "pt",
+    ".onnx": "onnx",
+}
+
+
+def choose_format(path: str | Path | None, format: Format | None = None) -> Format:
+    """Return the format of a file: the given one, else that of its ending, else safetensors.
+
+    Args:
+        path: the file; None for one whose name is made from its format.
+        format: the given one.
+
+    Raises:
+        ConfigError: when the ending is that of another format than the given one.
+
+    Example:
+        >>> choose_format("north.onnx"), choose_format("north"), choose_format("north", "pt")
+        ('onnx', 'safetensors', 'pt')
+    """
+    of_ending = None if path is None else _FORMAT_OF_ENDING.get(Path(path).suffix.lower())
+    if format is not None and of_ending not in (None, format):
+        raise ConfigError(
+            f"{show_path(path or '')} has the ending of {of_ending}, and the format is {format}; "
+            "leave out one of them"
+        )
+    return format or of_ending or "safetensors"
 
 
 def export_model(
@@ -28,7 +57,7 @@ def export_model(
     client: int | str,
     path: str | Path,
     *,
-    format: Format = "safetensors",
+    format: Format | None = None,
     which: Which = "evaluated",
     study: str = "",
     force: bool = False,
@@ -41,7 +70,8 @@ def export_model(
         path: the file.
         format: "safetensors": a state dict with a description as metadata; "pt": a state dict
             alone, as `torch.load(path, weights_only=True)` reads it; "onnx": the module in
-            evaluation mode, for batches of any size of prepared inputs.
+            evaluation mode, for batches of any size of prepared inputs. None: that of the file's
+            ending, else "safetensors".
         which: which of the client's models, see `Models.model`.
         study: the name of the study, for the metadata.
         force: replace an existing file.
@@ -52,13 +82,12 @@ def export_model(
             missing.
         ModelError: when the module is needed and was not stored, or ONNX cannot express it.
     """
-    path = Path(path)
+    path, format = Path(path), choose_format(path, format)
     if path.exists() and not force:
         raise RunExistsError(
-            f"{path} exists; choose another file with --out, or replace it with --force"
+            f"{show_path(path)} exists; choose another file with --out, or replace it with --force"
         )
-    if not path.parent.is_dir():
-        raise ConfigError(f"there is no folder {path.parent}; make it, or choose another file")
+    prepare_file(path)
     tensors = models.state_dict(client, which)
     # Whole numbers, such as a count of batches, have no NaN.
     floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]

@@ -6,7 +6,6 @@ loaded by the same code.
 """
 
 import json
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +18,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Int
 
 from coterie._util import manifest
+from coterie._util.toml import parse_toml
 from coterie.errors import DataError
 from coterie.functional import metrics
 from coterie.functional.metrics import Metrics
@@ -347,7 +347,7 @@ def find_planned_runs(folder: Path) -> list[tuple[str, int]]:
     for place, only in ((folder, None), (folder.parent, folder.name)):
         text = load_study_text(place, CONFIG)
         try:
-            content = tomllib.loads(text)
+            content = parse_toml(text)
         except ValueError:
             continue
         if not content:
@@ -379,7 +379,7 @@ def load_run(folder: Path) -> StoredRun | UnreadableRun:
     provenance: dict[str, Any] = {}
     edges = pd.DataFrame(columns=EDGE_COLUMNS)
     try:
-        config = tomllib.loads((folder / CONFIG).read_text("utf-8"))
+        config = parse_toml((folder / CONFIG).read_text("utf-8"))
         if (folder / PROVENANCE).is_file():
             provenance = json.loads((folder / PROVENANCE).read_text("utf-8"))
         measured = pq.ParquetFile(folder / METRICS).read().to_pandas()

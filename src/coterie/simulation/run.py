@@ -43,6 +43,7 @@ from coterie.runtime.taken_home import check_models_home
 from coterie.runtime.task import make_task
 from coterie.simulation import _memory, attackers
 from coterie.simulation._sequential import select_loop
+from coterie.simulation.workers import end_unguarded_import
 
 __all__ = ["Note", "Observer", "Progress", "Run", "Settings", "simulate"]
 
@@ -251,6 +252,7 @@ def simulate(
         CheckpointError: when every checkpoint in the folder is damaged, or they belong to another
             run.
     """
+    end_unguarded_import()
     settings = settings or Settings()
     _check_types(federation, method, model, settings)
     require(

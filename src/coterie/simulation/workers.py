@@ -8,7 +8,9 @@ written stay, and their runs can be resumed.
 
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,18 +19,23 @@ from itertools import chain, islice
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.multiprocessing  # tensors are sent through shared memory
 
 from coterie.engine import use_threads
-from coterie.errors import CoterieError, DiskFull
+from coterie.errors import ConfigError, CoterieError, DiskFull, first_line
 
 J = TypeVar("J")
 R = TypeVar("R")
 Emit = Callable[[object], None]
 Work = Callable[[J, Emit], R]
+_NAME = "coterie-worker"
+"""The name of worker processes, which they have while they import the program that started them."""
+_UNGUARDED = 86
+"""The exit status of a worker that was made to start a study; see `end_unguarded_import`."""
 
 
 @runtime_checkable
@@ -78,9 +85,11 @@ def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> It
         emit: receives the values that jobs emit while they run.
 
     Raises:
+        ConfigError: when workers cannot be started from this program, or cannot receive the work.
         CoterieError, OSError, MemoryError: the error of a job, after all workers have been stopped.
         WorkerDied: when a worker ended without a result.
     """
+    end_unguarded_import()
     waiting = iter(jobs)
     # With one worker or one job, this process does the work: another one would only cost time.
     first = list(islice(waiting, max(1, workers)))
@@ -90,6 +99,7 @@ def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> It
             for job in chain(first, waiting):
                 yield job, work(job, emit)
         return
+    _check_main_program()
     crew: list[_Worker[J]] = []
     try:
         for job in first:
@@ -126,13 +136,70 @@ def _start_worker(work: Work[J, Any], job: J, threads: int) -> _Worker[J]:
     # "spawn": a fork would copy locks that other threads hold.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve_jobs, args=(theirs, work, threads), daemon=True)
+    process = context.Process(target=_serve_jobs, args=(theirs, threads), name=_NAME, daemon=True)
     with _block_interrupts():
         process.start()
     # Only the worker holds this end now, so its death shows as the end of the stream.
     theirs.close()
-    ours.send(job)
-    return _Worker(process, ours, job)
+    worker: _Worker[J] = _Worker(process, ours, None)
+    # The work is no argument of the process: what goes wrong there is a trace on the terminal.
+    _send(worker, work)
+    _send(worker, job)
+    worker.job = job
+    return worker
+
+
+def _send(worker: _Worker[Any], value: object) -> None:
+    """Send a value to a worker; one that has died is noticed when its answer is received.
+
+    Raises:
+        ConfigError: when the value has something that no other process can receive.
+    """
+    try:
+        worker.connection.send(value)
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        worker.process.terminate()
+        worker.process.join()
+        raise ConfigError(_describe_unsendable(error)) from None
+
+
+def _describe_unsendable(error: Exception) -> str:
+    return (
+        f"worker processes cannot receive this study: {first_line(error)}; they import functions "
+        "and classes, so define these by name at the top of a module (no lambda, nothing from "
+        "standard input or within a function), or set workers = 1"
+    )
+
+
+def end_unguarded_import() -> None:
+    """End this process if it is a worker that is still importing the program that started it.
+
+    Where that program starts a study when it is imported,
+    without `if __name__ == "__main__"`, each worker would start the study again. The first process
+    sees the exit status and says what to do.
+    """
+    process = multiprocessing.current_process()
+    # `multiprocessing` itself finds out in this way.
+    if process.name == _NAME and getattr(process, "_inheriting", False):
+        os._exit(_UNGUARDED)
+
+
+def _check_main_program() -> None:
+    """Check that a worker can import the program that this process runs.
+
+    Raises:
+        ConfigError: when it cannot.
+    """
+    program = sys.modules["__main__"]
+    file = getattr(program, "__file__", None)
+    # `python -m` and a console script have a module or a file; interactive programs have neither.
+    if getattr(program, "__spec__", None) is None and file is not None and not Path(file).exists():
+        raise ConfigError(
+            f"the program was read from {file}, where worker processes cannot import it; save it "
+            "as a file, or set workers = 1"
+        )
 
 
 @contextmanager
@@ -163,6 +230,12 @@ def _receive_message(
         kind, value = worker.connection.recv()
     except (EOFError, ConnectionResetError):
         worker.process.join()
+        if worker.process.exitcode == _UNGUARDED:
+            raise ConfigError(
+                "each worker process imports the program that starts it, and this one starts a "
+                'study when it is imported; put that below `if __name__ == "__main__":`, or set '
+                "workers = 1"
+            ) from None
         raise WorkerDied(
             f"the worker of {job} ended with status {worker.process.exitcode}; resume goes on"
         ) from None
@@ -178,12 +251,15 @@ def _receive_message(
         # caller.
         worker.job = next(waiting, None)
         if worker.job is not None:
-            worker.connection.send(worker.job)
+            _send(worker, worker.job)
         yield job, value
 
 
-def _serve_jobs(connection: Connection, work: Work[J, Any], threads: int) -> None:
-    """Run jobs in a worker process and send progress and results, until the connection closes."""
+def _serve_jobs(connection: Connection, threads: int) -> None:
+    """Run jobs in a worker process and send progress and results, until the connection closes.
+
+    The first value that is received is the work; the others are jobs.
+    """
     # Ctrl-C reaches the whole group; the parent decides
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # One thread in every process: see `use_one_thread`.
@@ -199,6 +275,11 @@ def _serve_jobs(connection: Connection, work: Work[J, Any], threads: int) -> Non
 
     warnings.showwarning = send_warning
     try:
+        try:
+            work = connection.recv()
+        except (AttributeError, ImportError) as error:
+            connection.send(("failed", ConfigError(_describe_unsendable(error))))
+            return
         while True:
             job = connection.recv()
             try:

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from coterie._util import settings as tables
+from coterie._util.files import expand_home, resolve_path
+from coterie._util.toml import parse_toml
 from coterie.data.build import DataConfig
 from coterie.data.datasets import OWN_KINDS
 from coterie.engine.optim import ADDED_FIELDS, LocalTraining
@@ -280,7 +282,7 @@ def _load_file(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any
         file: where it is.
         readers: the files that extend it, the nearest last.
     """
-    here = Path(str(file)).resolve()
+    here = resolve_path(str(file))
     if here in readers:
         circle = " extends ".join(path.name for path in (*readers[readers.index(here) :], here))
         raise ConfigError(f"{file} extends itself: {circle}")
@@ -306,11 +308,7 @@ def _resolve_data_paths(data: object, folder: Path) -> None:
         return
     for key in {"path", "test", "schema"} & set(options):
         value = options[key]
-        if (
-            isinstance(value, str)
-            and not Path(value).expanduser().exists()
-            and (folder / value).exists()
-        ):
+        if isinstance(value, str) and not expand_home(value).exists() and (folder / value).exists():
             options[key] = str(folder / value)
 
 
@@ -319,7 +317,7 @@ def _parse_text(
 ) -> dict[str, Any]:
     """Parse a study file's text with everything that it extends; see `_load_file`."""
     try:
-        content = tomllib.loads(text)
+        content = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not valid TOML: {error}") from error
     if "extends" not in content:
@@ -625,7 +623,7 @@ def apply_assignment(content: dict[str, Any], assignment: str) -> None:
     # As it is; with the value as text; with a quoted path; with both.
     for line in (assignment, f"{path} = {text}", f"{bare} = {value}", f"{bare} = {text}"):
         try:
-            nested = tomllib.loads(line)
+            nested = parse_toml(line)
             break
         except tomllib.TOMLDecodeError:
             continue
@@ -652,7 +650,7 @@ def parse_path(path: str) -> list[str]:
         ['methods', 'my DAC', 'tau']
     """
     try:
-        nested: Any = tomllib.loads(f"{path} = 0")
+        nested: Any = parse_toml(f"{path} = 0")
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
             f"{path!r} is no path of a setting, such as methods.dac.tau: {error}"

@@ -14,6 +14,7 @@ several processes can share a study. Each folder has a manifest with the digests
 import copy
 import json
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -26,6 +27,7 @@ import pandas as pd
 from coterie._util import manifest
 from coterie._util.claims import LOCK, claim_folder, find_owner
 from coterie._util.facts import Described
+from coterie._util.files import check_folder, resolve_path, write_atomically
 from coterie.data.federation import Federation
 from coterie.data.schema import FILE as SCHEMA_FILE
 from coterie.data.schema import TableSchema
@@ -54,7 +56,7 @@ from coterie.simulation.run import (
     reopen_loop,
     simulate,
 )
-from coterie.simulation.workers import FanOut, fan_out
+from coterie.simulation.workers import FanOut, end_unguarded_import, fan_out
 from coterie.studies import config
 from coterie.studies.definition import LABEL, StudyConfig, is_label
 from coterie.studies.describe import describe_federation
@@ -288,6 +290,7 @@ def run_study(
         RunExistsError: when the study's folder is there and `resume` is False, or it is no study.
         CheckpointError: when a checkpoint to resume is damaged, or what is there is another study.
     """
+    end_unguarded_import()
     study = study if isinstance(study, StudyConfig) else config.load_study(study)
     require(workers >= 1, "workers", workers, "at least 1")
     if study.sweep:
@@ -302,6 +305,7 @@ def run_study(
     resume = resume and not overwrite
     # All checks come before anything is written or deleted.
     _check_folder(study, folder, resume, overwrite)
+    check_folder(folder)
     first = plan.inputs.make_federation(study.seeds[0])
     if resume:
         _check_data(study, folder, first)
@@ -319,6 +323,13 @@ def run_study(
         notify_observers(FoundTable(tuple(schema.describe(first.notes))))
     jobs = list_jobs(study)
     left = [job for job in jobs if not _is_complete(run_folder(folder, job))]
+    for job in jobs:
+        if job not in left and _has_lost_models(run_folder(folder, job)):
+            warnings.warn(
+                f"{job}: {models.FILE} was deleted, and so was the checkpoint to write it from; "
+                "delete the folder of the run to run it again",
+                stacklevel=2,
+            )
     # `overwrite` asks for runs, not for results.
     taken = {} if overwrite else _take_equal_runs(plan, left, RunStore(Path(out)))
     left = [job for job in left if job not in taken]
@@ -374,15 +385,27 @@ def _take_equal_runs(plan: _StudyWork, jobs: Sequence[Job], store: RunStore) -> 
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a run is finished and undamaged; its checkpoint and models may have been deleted."""
+    """Whether a run is finished and undamaged; its checkpoint may have been deleted.
+
+    Models that were deleted are written again as long as there is a checkpoint to do it from.
+    """
     kept = [
         name
         for name in (CONFIG, checkpoint.FILE, models.FILE)
         if name == CONFIG or (folder / name).exists()
     ]
+    if checkpoint.FILE in kept and _has_lost_models(folder):
+        return False
     return checkpoint.is_finished(folder) and not any(
         manifest.describe_fault(folder, name) for name in kept
     )
+
+
+def _has_lost_models(folder: Path) -> bool:
+    """Whether the models of a run were written and are not there."""
+    if (folder / models.FILE).exists():
+        return False
+    return models.FILE in manifest.load_digests(folder)
 
 
 def _is_open(folder: Path) -> bool:
@@ -432,7 +455,7 @@ def load_stored_study(folder: str | Path, *, to_run: bool = False) -> tuple[Stud
             methods is missing.
     """
     # Resolved, so that "." has a name too.
-    path = Path(folder).resolve()
+    path = resolve_path(folder)
     if path.name.startswith("seed-") and (path.parent.parent / CONFIG).exists():
         path = path.parent.parent
     if not (path / CONFIG).exists():
@@ -546,9 +569,8 @@ def run_folder(folder: Path, job: Job) -> Path:
 def write_failure(folder: Path, error: BaseException) -> None:
     """Write the error of a run into its folder, for `coterie status`; its next start removes it."""
     with suppress(OSError):  # the disk may be the reason of the failure
-        (folder / FAILURE_FILE).write_text(
-            " ".join(str(error).split()) or type(error).__name__, encoding="utf-8"
-        )
+        text = " ".join(str(error).split()) or type(error).__name__
+        write_atomically(folder / FAILURE_FILE, text.encode(errors="replace"))
 
 
 def load_failure(folder: Path) -> str:

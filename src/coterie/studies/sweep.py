@@ -23,7 +23,7 @@ from coterie.results.coverage import RunStatus, find_common_seeds, statuses_to_j
 from coterie.results.stored_runs import has_runs
 from coterie.results.summary import SUMMARY, replace_nonfinite, summarize_study, write_study_files
 from coterie.simulation.run import Note, Observer
-from coterie.simulation.workers import FanOut
+from coterie.simulation.workers import FanOut, end_unguarded_import
 from coterie.studies import config
 from coterie.studies.config import parse_path, set_path
 from coterie.studies.definition import StudyConfig, match_methods
@@ -149,6 +149,7 @@ def run_sweep(
         RunExistsError: when the sweep's folder is there and `resume` is False, or it varies other
             settings.
     """
+    end_unguarded_import()
     study = study if isinstance(study, StudyConfig) else config.load_study(study)
     studies = expand_sweep(study)
 

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from coterie._util.files import write_atomically
+from coterie._util.files import prepare_file, write_atomically
+from coterie._util.toml import parse_toml
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, describe_unknown, require
 from coterie.functional.metrics import REGISTRY
@@ -28,7 +29,7 @@ from coterie.models.layout import ModelSource
 from coterie.results import stored_runs
 from coterie.runtime.settings import Settings
 from coterie.simulation.run import Note
-from coterie.simulation.workers import FanOut
+from coterie.simulation.workers import FanOut, end_unguarded_import
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
 from coterie.studies.definition import is_label, match_methods
@@ -118,7 +119,7 @@ def parse_grid(assignments: Sequence[str]) -> dict[str, list[Any]]:
 def _parse_values(text: str) -> list[Any]:
     bare = text.removeprefix("[").removesuffix("]")
     try:
-        return tomllib.loads(f"v = [{bare}]")["v"]
+        return parse_toml(f"v = [{bare}]")["v"]
     except tomllib.TOMLDecodeError:
         return [part.strip() for part in bare.split(",")]
 
@@ -169,6 +170,7 @@ def tune_study(
         ConfigError: when a setting fits no method, or the clients have no validation data.
         CheckpointError: when trials in `out` had other settings or data.
     """
+    end_unguarded_import()
     grid = dict(grid)
     own = grid.pop("seeds", study.seeds)
     tried = replace(study, seeds=tuple(own if seeds is None else seeds)).seeds  # which checks them
@@ -274,13 +276,22 @@ def _name_trial(label: str, point: Point, others: Container[str]) -> str:
     return f"{label[:60].rstrip(' .')} {digest}"
 
 
+def prepare_result(study: StudyConfig, folder: str | Path) -> tuple[Path, Path]:
+    """Return the files that `write_result` writes; check before the trials that it can.
+
+    Raises:
+        ConfigError: when one of them cannot be written.
+    """
+    path = Path(folder) / f"{study.name}.toml"
+    return prepare_file(path), prepare_file(path.with_suffix(".json"))
+
+
 def write_result(tuned: TuningResult, folder: str | Path) -> Path:
     """Write the tuned study and a JSON file of all trials; return the path of the study file.
 
     A trial in which a client diverged has no value, and counts as tried.
     """
-    path = Path(folder) / f"{tuned.study.name}.toml"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path, trials_path = prepare_result(tuned.study, folder)
     head = "".join(
         f"# {one.label}: {', '.join(f'{k} = {v!r}' for k, v in one.point)} (validation "
         f"{one.metric} {one.value:.6g})\n"
@@ -295,7 +306,7 @@ def write_result(tuned: TuningResult, folder: str | Path) -> Path:
         }
         for t in tuned.trials
     ]  # fmt: skip
-    write_atomically(path.with_suffix(".json"), (json.dumps(trials, indent=1) + "\n").encode())
+    write_atomically(trials_path, (json.dumps(trials, indent=1) + "\n").encode())
     return path
 
 

@@ -175,3 +175,67 @@ def test_ctrl_c_while_workers_import_is_heard_by_the_main_process_alone(tmp_path
     finally:
         process.kill()
     assert said == "stopped\n"
+
+
+PROGRAM = """
+from coterie.simulation.workers import fan_out
+
+def double(job, emit):
+    return 2 * job
+
+WORK
+"""
+START = "print([two for _, two in fan_out(double, range(2), 2, print)])"
+
+
+def run_program(words, work, folder):
+    """Run a program that starts workers; return its last line on standard error."""
+    text = PROGRAM.replace("WORK", work)
+    file = folder / "program.py"
+    file.write_text(text)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, *(str(file) if word == "FILE" else word for word in words)],
+        input=text, capture_output=True, text=True, check=False, env=environment, timeout=120,
+    )  # fmt: skip
+    # The workers write no traces of their own: the one at most is that of the program.
+    assert done.stderr.count("Traceback") <= 1
+    return done.stderr.strip().rpartition("\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "work", "line"),
+    [
+        (["FILE"], START, 'put that below `if __name__ == "__main__":`, or set workers = 1'),
+        (["-"], START, "the program was read from <stdin>, where worker processes cannot import"),
+        (["-c", PROGRAM.replace("WORK", START)], START, "Can't get attribute 'double' on"),
+    ],
+    ids=["no guard", "standard input", "the command line"],
+)
+def test_a_program_that_workers_cannot_import_is_told_what_to_do(tmp_path, words, work, line):
+    said = run_program(words, work, tmp_path)
+    assert said.startswith("coterie.errors.ConfigError: ")
+    assert line in said
+    assert "workers = 1" in said
+
+
+def make_local():
+    def work(job, emit):
+        return job
+
+    return work
+
+
+@pytest.mark.parametrize(
+    "work", [lambda job, emit: job, make_local()], ids=["a lambda", "of a function"]
+)
+def test_work_that_no_other_process_can_have_is_told_what_to_do(work):
+    with pytest.raises(ConfigError, match=r"cannot receive this study: Can't pickle .*workers = 1"):
+        list(fan_out(work, range(3), 2, print))
+    assert [two for _, two in fan_out(work, range(3), 1, print)] == [0, 1, 2]
+
+
+def test_a_job_that_no_other_process_can_have_ends_all_workers():
+    jobs = iter([1, 2, lambda: 3])
+    with pytest.raises(ConfigError, match="cannot receive this study"):
+        list(fan_out(refuse_three, jobs, 2, print))

@@ -160,4 +160,5 @@ def _compile(text: str, library: Path, flags: tuple[str, ...]) -> None:
         # The digest comes last: a process that ends before it leaves a program that is not trusted,
         # and is compiled again.
         os.replace(built, library)
-        write_atomically(library.with_suffix(".sha256"), f"{digest}\n".encode())
+        # Whatever the umask: what others could write would not be trusted.
+        write_atomically(library.with_suffix(".sha256"), f"{digest}\n".encode(), 0o600)

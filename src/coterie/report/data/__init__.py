@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from coterie._util.files import resolve_path
 from coterie.functional.metrics import Metrics
 from coterie.report.data.cost import COUNTED_METRICS, compute_costs
 from coterie.report.data.curves import build_client_data, build_curves
@@ -210,7 +211,7 @@ def _reduce_description(description: dict[str, Any], cluster: np.ndarray) -> dic
 
 def _find_study_place(study: str, home: Path) -> str:
     """Return the path of a study's folder below the output folder; it may be renamed."""
-    whole, parts = home.resolve(), Path(study).parts
+    whole, parts = resolve_path(home), Path(study).parts
     # A name may have several parts, "paper/study"; only the tail of the path must match it.
     return study if whole.parts[-len(parts) :] == parts else whole.name
 

@@ -1,0 +1,183 @@
+"""Files are replaced whole; links, permissions and what is no file are left as they are."""
+
+import errno
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from coterie._util import files
+from coterie.errors import ConfigError, DiskFull
+
+
+@pytest.fixture
+def umask():
+    """Set the umask for a test."""
+    before = os.umask(0o022)
+    yield os.umask
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(("mask", "expected"), [(0o077, 0o600), (0o002, 0o664), (0o022, 0o644)])
+def test_a_new_file_has_the_permissions_that_the_umask_leaves(tmp_path, umask, mask, expected):
+    umask(mask)
+    files.write_atomically(tmp_path / "new", b"x")
+    assert mode(tmp_path / "new") == expected
+
+
+@pytest.mark.parametrize("kept", [0o600, 0o640, 0o755])
+def test_a_file_keeps_its_permissions(tmp_path, kept):
+    path = tmp_path / "old"
+    path.write_bytes(b"old")
+    path.chmod(kept)
+    files.write_atomically(path, b"new")
+    assert (mode(path), path.read_bytes()) == (kept, b"new")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_file_of_another_account_stays_its_own(tmp_path):
+    path = tmp_path / "old"
+    path.write_bytes(b"old")
+    os.chown(path, 1234, 1235)
+    files.write_atomically(path, b"new")
+    assert (path.stat().st_uid, path.stat().st_gid) == (1234, 1235)
+
+
+def test_a_link_stays_a_link_and_its_file_is_replaced(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("there/file")
+    (tmp_path / "to nothing yet").symlink_to(tmp_path / "there/fresh")
+    for name, file in (("link", "file"), ("to nothing yet", "fresh")):
+        files.write_atomically(tmp_path / name, b"new")
+        assert (tmp_path / name).is_symlink()
+        assert (tmp_path / "there" / file).read_bytes() == b"new"
+    assert len(list(tmp_path.rglob("*"))) == 5, "no temporary file is left"
+
+
+def make_special(kind: str, path: Path) -> None:
+    """Make something at a path that is no regular file."""
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a socket":
+        with socket.socket(socket.AF_UNIX) as door:
+            door.bind(path.name)
+    elif kind == "a device":
+        path.symlink_to("/dev/null")
+    else:
+        path.symlink_to(path.name)
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a pipe", "a socket", "a device", "a loop of links"])
+def test_what_is_no_file_is_refused_and_left(tmp_path, monkeypatch, kind):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "out"
+    make_special(kind, path)
+    before = path.lstat()
+    for write in (lambda: files.write_atomically(path, b"x"), lambda: files.prepare_file(path)):
+        with pytest.raises(ConfigError, match=f"out is {kind}; expected a file: choose another"):
+            write()
+    after = path.lstat()
+    assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_leaves_the_old_file_and_no_temporary_one(tmp_path):
+    path = tmp_path / "old"
+    path.write_bytes(b"old")
+
+    def stop_halfway() -> None:
+        with files.replace_atomically(path) as temporary:
+            temporary.write_bytes(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop_halfway()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_of_the_system_names_the_file_that_was_wanted(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        files.write_atomically(tmp_path / "no folder/file", b"x")
+    assert error.value.filename == str(tmp_path / "no folder/file")
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """After a power cut a name must not lead to an empty file."""
+    done, sync, replace = [], os.fsync, os.replace
+
+    def note_sync(handle: int) -> None:
+        # The file that is synchronized is complete.
+        assert os.fstat(handle).st_size == 3
+        done.append(("sync", os.fstat(handle).st_ino))
+        sync(handle)
+
+    def note_replace(old: Path, new: Path) -> None:
+        done.append(("name", os.stat(old).st_ino))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    files.write_atomically(tmp_path / "file", b"abc")
+    inode = (tmp_path / "file").stat().st_ino
+    assert done == [("sync", inode), ("name", inode)]
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "loop").symlink_to("loop")
+    for folder in ("file", "file/deeper", "loop", "loop/deeper"):
+        for check in (files.prepare_folder, files.check_folder):
+            first = tmp_path / folder.partition("/")[0]
+            with pytest.raises(ConfigError, match=rf"cannot write into .*: {first} is no folder"):
+                check(tmp_path / folder)
+    with pytest.raises(ConfigError, match=r"cannot write .*name: .*file is no folder; choose"):
+        files.prepare_file(tmp_path / "file/name")
+    # A file system that takes no files, whatever the permissions say.
+    with pytest.raises(ConfigError, match=r"cannot write /proc/nope/name: /proc"):
+        files.prepare_file("/proc/nope/name")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_folder_is_one_line(tmp_path):
+    (tmp_path / "shut").mkdir(mode=0o555)
+    for check in (files.prepare_folder, files.check_folder):
+        with pytest.raises(ConfigError, match="shut: Permission denied; choose another place"):
+            check(tmp_path / "shut/new")
+
+
+def test_a_full_disk_is_said_as_such(tmp_path, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", fail)
+    with pytest.raises(DiskFull, match="the disk is full; make room"):
+        files.prepare_file(tmp_path / "file")
+
+
+def test_places_are_made_or_only_looked_at(tmp_path):
+    files.check_folder(tmp_path / "a/b")
+    assert list(tmp_path.iterdir()) == []
+    assert files.prepare_file(str(tmp_path / "a/b/file")) == tmp_path / "a/b/file"
+    files.prepare_folder(tmp_path / "c/d")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "c", "d"]
+
+
+def test_names_with_line_breaks_are_shown_on_one_line():
+    assert files.show_path("a\nb\x1b[31m/c") == "a b [31m/c"
+
+
+def test_paths_that_python_cannot_resolve_are_paths(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    assert files.resolve_path(tmp_path / "loop/x").name == "x"
+    assert files.expand_home("~no-such-account/x") == Path("~no-such-account/x")
+    assert files.expand_home("~") == Path.home()
