@@ -14,6 +14,7 @@ from coterie.cluster.exchange import (
     merge_snapshots,
     select_messages,
 )
+from coterie.errors import ExchangeError
 from coterie.exchange.base import Message
 from coterie.exchange.in_memory import InMemory
 from coterie.rng import Rng
@@ -169,3 +170,13 @@ def test_rows_of_the_cohort_are_gathered_in_the_order_of_its_ids():
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(gathered, range(2))) == [[[0, 2, 4], [3], []]] * 2
+
+
+def test_readers_that_cannot_be_are_refused_before_anything_is_sent():
+    one = two()[0]
+    one.begin_round(Rng(0).at_round(0))
+    one.set_active(one.own.ids)
+    for peers in (torch.tensor([[5], [-1], [-1]]), torch.tensor([[0], [-1], [-1]])):
+        with pytest.raises(ExchangeError):
+            one.pull(published(one.own.ids), peers)
+    assert one.links.sent == 0

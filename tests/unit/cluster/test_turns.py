@@ -1,7 +1,9 @@
 """One job at a time works on a run, also where the file system passes no locks on."""
 
 import json
+import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -86,3 +88,22 @@ def test_what_no_job_wrote_belongs_to_nobody(tmp_path):
     assert turns.describe_owner({}) == "another job"
     with claim_turn(tmp_path, "17", never):
         assert find_holder(tmp_path)[0] == 3
+
+
+def test_a_claim_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """On another machine a name must not lead to an empty file."""
+    done, sync, link = [], os.fsync, os.link
+
+    def note_sync(handle: int) -> None:
+        done.append(("sync", os.fstat(handle).st_ino, os.fstat(handle).st_size > 10))
+        sync(handle)
+
+    def note_link(old: str, new: Path) -> None:
+        done.append(("name", os.stat(old).st_ino, True))
+        link(old, new)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "link", note_link)
+    with claim_turn(tmp_path, "17", never):
+        inode = (tmp_path / ".turn-1.json").stat().st_ino
+    assert done == [("sync", inode, True), ("name", inode, True)]

@@ -296,3 +296,26 @@ def test_its_last_line_says_why_the_node_ended(tmp_path, error, why):
     except (SystemExit, ValueError):
         pass
     assert [line.get("why") for line in lines(tmp_path)][-2] == why
+
+
+def test_a_round_is_on_the_disk_when_it_ends_and_a_new_name_with_its_folder(tmp_path, monkeypatch):
+    """A node stores a round after its log: after a power cut no stored round is missing in it."""
+    synced: list[tuple[int, int]] = []
+    sync = os.fsync
+
+    def note_sync(handle: int) -> None:
+        state = os.fstat(handle)
+        synced.append((state.st_ino, state.st_size))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    with log(tmp_path, max_bytes=600) as own:
+        own.end_round(0)
+        state = (tmp_path / audit.FILE).stat()
+        assert synced == [(state.st_ino, state.st_size)], "the whole file, when the round ends"
+        own.write_event("round", text="x" * 700)
+        own.end_round(1)
+        # The file, then the folder in which it has another name.
+        aside = next(path for path in audit.list_files(tmp_path) if path.name != audit.FILE)
+        assert [inode for inode, _ in synced[1:]] == [aside.stat().st_ino, tmp_path.stat().st_ino]
+        assert synced[1][1] == aside.stat().st_size

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from coterie.engine.task import LocalTraining
 from coterie.errors import CheckpointError, ConfigError, OutOfMemory, RunExistsError
 from coterie.exchange.in_memory import InMemory
+from coterie.methods import Local
 from coterie.methods.random_gossip import Random
 from coterie.models.layout import NamedModel
 from coterie.rng import Rng
@@ -492,3 +493,23 @@ def tempered(features, outputs, temperature):
     module = Tempered(*features, outputs)
     module.temperature = temperature
     return module
+
+
+def test_validation_is_measured_and_stays_for_clients_outside_of_the_cohort():
+    """A client is measured when it takes part; in other rounds its last value counts.
+
+    The values are those of a run in which nobody trains: then they must not change at all.
+    """
+    result = run(Local(), rounds=8, participation=0.5, local=LocalTraining(lr=0.0))
+    found = result.metrics.query(
+        "split == 'validation' and metric == 'loss' and model == 'current'"
+    )
+    rounds = found.pivot(index="round", columns="client", values="value")
+    assert len(rounds.columns) == len(result.params)
+    assert rounds.notna().iloc[-1].all(), "each client took part at least once"
+    for client in rounds:
+        measured = rounds[client].dropna()
+        assert len(measured), f"client {client} has a value"
+        assert measured.nunique() == 1
+        # From the first round in which it took part on, in every round.
+        assert rounds[client].notna().iloc[rounds.index.get_loc(measured.index[0]) :].all()

@@ -117,6 +117,36 @@ class Table(nn.Module):
         )
 
 
+class Wholes(nn.Module):
+    """Whole numbers with decimal ones, numbers that are equal, and the ends of ranges."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(7, 6)
+        self.last = nn.Linear(18 * 6 + 8, 4)
+
+    def forward(self, x):
+        z = self.first(x)
+        k = (3 * z.detach()).round().long()
+        # A decimal number that whole ones are compared with is not rounded.
+        compared = [k > 1.5, k >= 1.5, k < -0.5, k <= -0.5, k == 1.5, k != 2, k >= 2, k > 2]
+        chosen = [torch.where(k > 0, k, 0), k.clamp(-1, 2), k.clamp(min=0)]
+        computed = [2 - k, k // 2, k % 3, k.abs(), -k, k + 1, k * k]
+        wholes = [part.to(z.dtype) for part in (*compared, *chosen, *computed)]
+        # The first of equal numbers is the largest; equal ones share a gradient.
+        r = z.detach().round().clamp(-1, 1)
+        first = [
+            r.argmax(1, keepdim=True),
+            r.argmin(1, keepdim=True),
+            (r == 0).any(1, keepdim=True),
+        ]
+        first += [(r >= 0).all(1, keepdim=True), (r > 0).sum(1, keepdim=True)]
+        tied = [functional.relu(z).amax(1, keepdim=True), z.clamp(max=0.0).amin(1, keepdim=True)]
+        ends = [z[:, -1:]]
+        counted = [part.to(z.dtype) for part in first]
+        return self.last(torch.cat([*wholes, *counted, *tied, *ends], 1))
+
+
 class Mixed(nn.Module):
     """A head between endpoints, behind a layer that no plain stack has."""
 
@@ -298,6 +328,7 @@ MODULES = {
     "images": (Images, (3, 17, 15), cross_entropy, True),
     "words": (Words, (3,), cross_entropy, False),
     "table": (Table, (7,), cross_entropy, True),
+    "wholes": (Wholes, (7,), cross_entropy, False),
     "mixed": (Mixed, (7,), squared_error, False),
     "writes": (Writes, (7,), cross_entropy, False),
     "constants": (Constants, (7,), several_targets, False),
@@ -646,3 +677,13 @@ def test_views_are_taken_without_copies_where_strides_allow_it():
     groups = reshape(images, (Dim(1), 2, 3, 20))
     assert groups is not None
     assert groups.leaves[0].strides == (120, 3, 1, 6)
+
+
+def test_an_option_that_a_lowering_does_not_take_is_named(monkeypatch):
+    """Whatever option a later PyTorch adds, it is not passed over."""
+    monkeypatch.setattr(ImageLowering, "_op_gelu", lambda self, x: x)
+    layout = Layout(Function(lambda x: functional.gelu(x, approximate="tanh")), torch.float64)
+    with pytest.raises(NotTraceableError, match="gelu has an option that is not known"):
+        TracedProgram(
+            layout, cross_entropy, torch.randn(2, 7, dtype=torch.float64), torch.tensor([0, 1])
+        )
