@@ -1,0 +1,145 @@
+"""Faults are drawn from all places where the code can be changed, tried, and counted as they ended."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import sampled_mutants
+
+import mutants
+
+SOURCE = '''"""A module."""
+
+
+def choose(a: int, b: int, *, strict: bool = True) -> int:
+    """Return one of two numbers."""
+    assert a != b, "differ"
+    if a < b and strict:
+        raise ValueError(f"{a + 1} is too small")
+    print(a)
+    return max(a, b) - 1
+
+
+def keep(known, name, value):
+    known[name] = value
+    known[name] += 0.5
+    return sorted(known)
+'''
+TESTS = """import tiny
+
+
+def test_choose():
+    assert tiny.choose(3, 2) == 2
+"""
+EXPECTED = [
+    ("comparison", "if a < b and strict:", "if (a <= b) and strict:"),
+    ("and, or", "if a < b and strict:", "if (a < b or strict):"),
+    ("and, or", "if a < b and strict:", "if (strict):"),
+    ("and, or", "if a < b and strict:", "if (a < b):"),
+    ("condition", "if a < b and strict:", "if (not (a < b and strict)):"),
+    ("constant", "strict: bool = True", "strict: bool = False"),
+    ("left-out step", 'raise ValueError(f"{a + 1} is too small")', "pass"),
+    ("left-out step", "print(a)", "pass"),
+    ("no result", "return max(a, b) - 1", "return None"),
+    ("operator", "return max(a, b) - 1", "return (max(a, b) + 1)"),
+    ("off by one", "return max(a, b) - 1", "return max(a, b) - 2"),
+    ("left-out step", "known[name] = value", "pass"),
+    ("left-out step", "known[name] += 0.5", "pass"),
+    ("operator", "known[name] += 0.5", "known[name] -= 0.5"),
+    ("constant", "known[name] += 0.5", "known[name] += 1.0"),
+    ("no result", "return sorted(known)", "return None"),
+    ("left-out call", "return sorted(known)", "return (known)"),
+]
+"""Every change of the module above, by hand; what is asserted and what a message says stays."""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(mutants, "WARM", ("pytest",))
+    root = tmp_path / "project"
+    for folder in ("tests/mutants/equivalent", "tests/unit/own", "src/coterie/own"):
+        (root / folder).mkdir(parents=True)
+    (root / "src/coterie/own/tiny.py").write_text(SOURCE)
+    (root / "tests/unit/own/test_tiny.py").write_text(
+        TESTS.replace(
+            "import tiny", "import sys\nsys.path.insert(0, 'src/coterie/own')\nimport tiny"
+        )
+    )
+    return root
+
+
+def test_every_place_is_changed_in_every_way(tiny):
+    found = sampled_mutants.find_changes(tiny, "own")
+    texts = [(one.kind, *sampled_mutants.describe_change(tiny, one)) for one in found]
+    for kind, before, after in EXPECTED:
+        assert any(
+            (kind, before, after) == (own, old[old.find(before) :][: len(before)], new)
+            or (own == kind and before in old and after in new)
+            for own, old, new in texts
+        ), (kind, before, after)
+    assert len(found) == len(EXPECTED)
+    for one in found:
+        fault = sampled_mutants.make_fault(tiny, "own", one)
+        ast.parse(fault.new)
+        assert fault.applied(tiny) == fault.new != SOURCE
+
+
+def test_commutative_arguments_do_not_change_places():
+    finder = sampled_mutants._Finder("a.py", b"f(a, b)\nmin(a, b)\ng(a, a)\n")
+    tree = ast.parse("f(a, b)\nmin(a, b)\ng(a, a)\n")
+    swapped = [one for one in finder.walk(tree) if one.kind == "swapped arguments"]
+    assert [(one.line, one.text) for one in swapped] == [(1, "f(b, a)")]
+
+
+def test_a_sample_is_that_of_its_seed(tiny):
+    every = sampled_mutants.find_changes(tiny, "own")
+    samples = [sampled_mutants.draw_changes(tiny, "own", seed, 5) for seed in (1, 1, 2)]
+    assert samples[0] == samples[1] != samples[2]
+    assert all(len(set(one)) == 5 and set(one) <= set(every) for one in samples)
+    assert sampled_mutants.draw_changes(tiny, "own", 3, 100) == every
+
+
+def test_a_package_within_a_package_is_a_package_of_its_own():
+    outer = sampled_mutants.find_changes(mutants.ROOT, "engine")
+    assert outer
+    assert not any("engine/native" in one.file for one in outer)
+
+
+def test_the_tests_of_a_module_are_those_that_name_it_and_those_of_its_package():
+    found = sampled_mutants.find_tests(mutants.ROOT, "cluster", "src/coterie/cluster/blocks.py")
+    assert "tests/contract/test_blocks.py" in found
+    assert "tests/unit/cluster/test_exchange.py" in found
+    first = sampled_mutants.find_tests(mutants.ROOT, "net", "src/coterie/net/roster.py")[0]
+    assert first == "tests/unit/net/test_roster.py"
+
+
+def test_listed_equivalent_changes_are_of_the_code_as_it_is():
+    """A reason counts for one text; when that goes, so does the entry."""
+    for (file, before, _), reason in sampled_mutants.load_reasons(mutants.ROOT).items():
+        text = " ".join((mutants.ROOT / file).read_text("utf-8").split())
+        assert before in text, f"{file}: {before}"
+        assert len(reason) > 20
+
+
+@pytest.mark.full
+def test_faults_are_tried_and_stored_with_their_shares(tiny, capsys):
+    (tiny / "tests/mutants/equivalent/own.toml").write_text(
+        "[[change]]\nfile = 'src/coterie/own/tiny.py'\nbefore = 'print(a)'\nafter = 'pass'\n"
+        "reason = 'nobody reads it'\n"
+    )
+    words = ["own", "--seed", "0", "--count", "100", "--workers", "1", "--root", str(tiny)]
+    assert sampled_mutants.main(words) == 1, "less than the aim"
+    stored = json.loads((tiny / sampled_mutants.STORED).read_text())
+    own = stored["totals"]["own"]
+    # `keep` is tested by nothing; of `choose` the tests see the result, and that it does not raise.
+    assert own["equivalent"] == 1
+    assert own["faults"] == len(EXPECTED) - 1
+    rows = {(row["kind"], row["before"], row["after"]): row for row in stored["results"]}
+    assert rows["no result", "return max(a, b) - 1", "return None"]["outcome"] == "noticed"
+    assert rows["left-out step", "known[name] = value", "pass"]["outcome"] == "survived"
+    assert rows["left-out step", "print(a)", "pass"]["reason"] == "nobody reads it"
+    assert own["kill_rate"] == round(own["noticed"] / own["faults"], 4)
+    assert "survived: src/coterie/own/tiny.py:15" in capsys.readouterr().err
+    assert (tiny / "src/coterie/own/tiny.py").read_text() == SOURCE
+    assert sampled_mutants.main(["nowhere", "--seed", "0", "--root", str(tiny)]) == 2
