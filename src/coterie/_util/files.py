@@ -67,9 +67,9 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
 
 
 def prepare_file(path: str | Path) -> Path:
-    """Make the folders of a file that will be written later, and check that it can be.
+    """Make the folders of a file that will be written next, and check that it can be.
 
-    Commands call it before their work, so that a place that cannot be written costs no hours.
+    Commands call `check_file` before their work, so that a bad place costs no hours.
 
     Raises:
         ConfigError: when the file is no regular file, or its folder cannot be made or written.
@@ -77,6 +77,13 @@ def prepare_file(path: str | Path) -> Path:
     """
     place, _ = _find_regular_file(Path(path))
     _check_writable(place.parent, f"cannot write {show_path(path)}", make=True)
+    return Path(path)
+
+
+def check_file(path: str | Path) -> Path:
+    """Check that a file can be written later; see `prepare_file`. Nothing is made."""
+    place, _ = _find_regular_file(Path(path))
+    _check_writable(place.parent, f"cannot write {show_path(path)}", make=False)
     return Path(path)
 
 

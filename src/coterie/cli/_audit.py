@@ -72,13 +72,13 @@ def audit_privacy(
       coterie audit-privacy rotated-digits --set rounds=5
       coterie audit-privacy my-study.toml --noise 2 --out audit.json
     """
-    from coterie._util.files import prepare_file, write_atomically
+    from coterie._util.files import check_file, prepare_file, write_atomically
     from coterie.engine.privacy import DPSGD
     from coterie.studies import config, leakage
     from coterie.studies.run import load_stored_study
 
     if out is not None:
-        prepare_file(out)
+        check_file(out)
     # A folder of results has its resolved study, to which --set applies as to a file.
     folder = Path(study).is_dir()
     chosen = (
@@ -103,7 +103,7 @@ def audit_privacy(
     content = {"study": chosen.name, "shadows": shadows, "attacks": leakage.make_table(found)}
     text = json.dumps(content, indent=1, ensure_ascii=False)
     if out is not None:
-        write_atomically(out, f"{text}\n".encode())
+        write_atomically(prepare_file(out), f"{text}\n".encode())
     if json_:
         typer.echo(text)
     else:

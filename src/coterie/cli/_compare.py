@@ -329,7 +329,7 @@ def tune_study(
         raise ConfigError(
             "there is nothing to tune; give --grid lr=0.001,0.003, or [tune] in the study file"
         )
-    tuning.prepare_result(chosen, out)
+    tuning.check_result_files(chosen, out)
     console = Console(stderr=True)
 
     def show_trial(trial: tuning.Trial) -> None:

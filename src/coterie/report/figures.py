@@ -16,7 +16,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from coterie._util.files import prepare_file, replace_atomically
+from coterie._util.files import check_file, prepare_file, replace_atomically
 from coterie.errors import ConfigError, DataError, describe_unknown
 from coterie.report import plots
 from coterie.results.coverage import IncompleteStudyWarning, describe_coverage
@@ -162,7 +162,7 @@ def plot(
             describe_unknown("format", path.suffix.removeprefix(".") or str(path), FORMATS)
         )
     for file in (path, path.with_suffix(".csv")):
-        prepare_file(file)
+        check_file(file)
     found = _load_drawn_runs(runs)
     # A paper's labels are a default, which may fit none; labels that the caller gave must.
     found = _select_methods(found, chosen.pop("methods", ()), asked="methods" in options)
@@ -181,7 +181,7 @@ def plot(
         stamp = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}[
             path.suffix.removeprefix(".")
         ]
-        with replace_atomically(path) as temporary:
+        with replace_atomically(prepare_file(path)) as temporary:
             drawn.savefig(
                 temporary, format=path.suffix.removeprefix("."), bbox_inches="tight", metadata=stamp
             )

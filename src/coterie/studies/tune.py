@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from coterie._util.files import prepare_file, write_atomically
+from coterie._util.files import check_file, prepare_file, write_atomically
 from coterie._util.toml import parse_toml
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, describe_unknown, require
@@ -276,14 +276,14 @@ def _name_trial(label: str, point: Point, others: Container[str]) -> str:
     return f"{label[:60].rstrip(' .')} {digest}"
 
 
-def prepare_result(study: StudyConfig, folder: str | Path) -> tuple[Path, Path]:
-    """Return the files that `write_result` writes; check before the trials that it can.
+def check_result_files(study: StudyConfig, folder: str | Path) -> tuple[Path, Path]:
+    """Return the files that `write_result` writes, and check that it can.
 
     Raises:
         ConfigError: when one of them cannot be written.
     """
     path = Path(folder) / f"{study.name}.toml"
-    return prepare_file(path), prepare_file(path.with_suffix(".json"))
+    return check_file(path), check_file(path.with_suffix(".json"))
 
 
 def write_result(tuned: TuningResult, folder: str | Path) -> Path:
@@ -291,7 +291,7 @@ def write_result(tuned: TuningResult, folder: str | Path) -> Path:
 
     A trial in which a client diverged has no value, and counts as tried.
     """
-    path, trials_path = prepare_result(tuned.study, folder)
+    path, trials_path = map(prepare_file, check_result_files(tuned.study, folder))
     head = "".join(
         f"# {one.label}: {', '.join(f'{k} = {v!r}' for k, v in one.point)} (validation "
         f"{one.metric} {one.value:.6g})\n"

@@ -166,6 +166,7 @@ def test_a_full_disk_is_said_as_such(tmp_path, monkeypatch):
 
 def test_places_are_made_or_only_looked_at(tmp_path):
     files.check_folder(tmp_path / "a/b")
+    files.check_file(tmp_path / "a/b/file")
     assert list(tmp_path.iterdir()) == []
     assert files.prepare_file(str(tmp_path / "a/b/file")) == tmp_path / "a/b/file"
     files.prepare_folder(tmp_path / "c/d")
