@@ -425,6 +425,45 @@ def test_a_node_that_is_done_stays_while_others_are_not(networks, monkeypatch, h
     assert len(asks) == asked
 
 
+@pytest.mark.parametrize(
+    ("rounds", "asked"),
+    [([4], 3), ([4, 4, 5], 5), ([4, 5, 6, 7], 6)],
+    ids=["nothing moves", "one round more", "every time"],
+)
+def test_a_node_that_is_done_stays_so_long_after_the_last_change(
+    networks, monkeypatch, rounds, asked
+):
+    """It asks every 9 seconds and stays for 20 after a change: to 20, to 18 + 20, to 27 + 20."""
+    node, now, asks = networks("random").node(0), [0.0], []
+
+    def ask_heads(names):
+        asks.append(now[0])
+        # The last of them from then on.
+        reached = rounds[min(len(asks), len(rounds)) - 1]
+        return {"n1": SimpleNamespace(state="running", round=reached)}
+
+    def wait(seconds):
+        now[0] += 9.0
+        return False
+
+    monkeypatch.setattr(node, "ask_heads", ask_heads)
+    monkeypatch.setattr(node.transport, "alive_members", lambda: frozenset({"n1"}))
+    monkeypatch.setattr(node, "_stop", SimpleNamespace(wait=wait, set=lambda: None))
+    monkeypatch.setattr("coterie.net.node.time", SimpleNamespace(monotonic=lambda: now[0]))
+    node._linger()
+    assert len(asks) == asked
+
+
+def test_the_time_of_a_run_is_that_of_all_its_starts(networks):
+    node = networks("random").node(0)
+    node._earlier = {}
+    first = node._timing()["wall_s"]
+    assert 0 < first < 60
+    node._earlier = {"wall_s": 1000.0, "train_s": 500.0}
+    assert 1000 < node._timing()["wall_s"] < 1000 + first + 60
+    assert 500 <= node._timing()["train_s"] < 560
+
+
 @pytest.mark.parametrize(("kind", "away"), [("random", [3]), ("fedavg", [])])
 def test_members_that_are_away_cannot_be_chosen_as_peers(networks, kind, away):
     """A member that did not answer at the start; with a server it is the server that misses it."""

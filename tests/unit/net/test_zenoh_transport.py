@@ -1,5 +1,6 @@
 """The engine's configuration: what the access list lets in and out, and for whom."""
 
+import json
 import math
 import threading
 from collections.abc import Callable
@@ -103,6 +104,48 @@ def test_an_asker_that_does_not_read_keeps_nobody_else_waiting():
         listening.join()
         node._queues.close()
         node.outbox.close()
+
+
+@pytest.mark.parametrize(
+    ("key", "parameters", "answer"),
+    [
+        ("n0/head/n1", "n=abc123", "head of abc123"),
+        ("n0/head/n1", "n=" + "a" * 64, "head of " + "a" * 64),
+        ("n0/head/n1", "n=" + "a" * 65, "not_ready"),
+        ("n0/head/n1", "n=", "not_ready"),
+        ("n0/head/n1", "n=a-b", "not_ready"),
+        ("n0/roster/n1", "", "the roster"),
+        # Another node's question, a stranger's, one without an asker, one with too much.
+        ("n2/head/n1", "n=abc", "forbidden"),
+        ("n0/head/stranger", "n=abc", "forbidden"),
+        ("n0/head", "n=abc", "forbidden"),
+        ("n0/head/n1/n2", "n=abc", "forbidden"),
+        # Nothing is published, so what may be asked for is missing.
+        ("n0/model/n1", "r=0;x=0;c=0;w=0", "missing"),
+        ("n0/secrets/n1", "r=0;x=0;c=0;w=0", "forbidden"),
+        ("n0/model/n1", "r=0;x=0;c=0", "forbidden"),
+        ("n0/model/n1", "r=zero;x=0;c=0;w=0", "forbidden"),
+        ("n0/model/n1", "r=0;x=0;c=0;w=soon", "forbidden"),
+    ],
+)
+def test_each_question_gets_the_answer_that_it_may_have(key, parameters, answer):
+    node = ZenohTransport.__new__(ZenohTransport)
+    node.name, node._names, node._base, node._closed = "n0", frozenset(NAMES), BASE, False
+    node._head, node._queues, node.outbox = (lambda n: f"head of {n}"), PeerQueues(), Outbox()
+    node._sealed = lambda: "the roster"
+    said: list[str] = []
+    question = Question(f"{BASE}/{key}", parameters, lambda: None)
+    question.reply = lambda key, payload: said.append(payload)  # type: ignore[method-assign]
+    question.reply_err = lambda payload: said.append(json.loads(payload)["code"])  # type: ignore[attr-defined]
+    node._questions = SimpleNamespace(handler=[question])
+    node._listen()
+    node._queues.close()
+    node.outbox.close()
+    if answer == "missing":
+        assert len(said) == 1
+        assert said[0] not in ("forbidden", "not_ready")
+    else:
+        assert said == [answer]
 
 
 def test_while_links_are_made_anew_the_members_seen_before_count_as_there(monkeypatch):
