@@ -113,6 +113,31 @@ def mutants(rows: Rows) -> str:
     )
 
 
+def sampled(rows: Rows) -> str:
+    """Return the part on faults that a program draws."""
+    packages = list(dict.fromkeys(row["package"] for row in rows))
+    cells = []
+    for name in [*packages, "all"]:
+        outcomes = Counter(row["outcome"] for row in rows if name in (row["package"], "all"))
+        same = outcomes.pop("equivalent", 0)
+        cells.append((name, *_counts([outcomes[kind] for kind in NOTICED]), same))
+    survived = []
+    for row in rows:
+        if row["outcome"] == "survived":
+            place = f"`{row['file']}` line {row['line']}, {row['kind']}"
+            survived.append(f"* {place}: `{row['before']}` became `{row['after']}`")
+    listed = "\n\nNot noticed:\n\n" + "\n".join(survived) if survived else ""
+    return (
+        "The same with faults that nobody chose: a program draws them from all places of a package where a comparison, "
+        "a number, an operator, a condition, the order of arguments, a call or a step can be changed "
+        "(`scripts/sampled_mutants.py` has the list). A new seed is a new sample, so the share is an estimate for faults that "
+        "nobody thought of; the tests were not written for it. In *the same program*, the change makes no difference, for a "
+        "reason that is listed in tests/mutants/equivalent; such changes are not counted.\n\n"
+        + table(("package", "faults", *NOTICED, "share noticed", "the same program"), cells)
+        + listed
+    )
+
+
 def _counts(numbers: list[int]) -> tuple[object, ...]:
     return sum(numbers), *numbers, f"{100 * (1 - numbers[-1] / sum(numbers)):.1f} %"
 
@@ -170,6 +195,7 @@ SECTIONS = (
     ("Faults of the system", "reliability/faults", faults),
     ("Combinations that nobody chose", "reliability/adversary", adversary),
     ("Faults in the code", "reliability/mutants", mutants),
+    ("Faults in the code, drawn at random", "reliability/sampled-mutants", sampled),
 )
 
 

@@ -73,3 +73,15 @@ def test_every_check_of_the_adversary_has_a_row(made):
     from benchmarks.adversary import CHECKS
 
     assert [*made["CHECKS"]] == ["run", *CHECKS]
+
+
+def test_changes_that_make_no_difference_are_in_no_share(made):
+    row = {"package": "net", "file": "src/a.py", "line": 3, "kind": "off by one"}
+    rows = [
+        {**row, "before": "a[0]", "after": "a[1]", "outcome": outcome}
+        for outcome in ("noticed", "timed out", "noticed", "survived", "equivalent")
+    ]
+    text = made["sampled"](rows)
+    assert "| net | 4 | 2 | 1 | 1 | 75.0 % | 1 |" in text
+    assert "| all | 4 | 2 | 1 | 1 | 75.0 % | 1 |" in text
+    assert text.count("* `src/a.py` line 3, off by one: `a[0]` became `a[1]`") == 1
