@@ -137,7 +137,7 @@ def test_trials_of_other_data_are_refused(study, tmp_path, stopped):
 def test_a_folder_that_cannot_be_written_is_found_before_the_first_trial(study, tmp_path):
     (tmp_path / "small-trials").write_text("a file")
     trials = []
-    with pytest.raises(OSError, match="small-trials"):
+    with pytest.raises(ConfigError, match="small-trials is no folder; choose another"):
         tune.tune_study(study, GRID, widenings=0, out=tmp_path, observer=trials.append)
     assert trials == []
 
