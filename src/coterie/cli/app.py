@@ -525,7 +525,11 @@ def main() -> NoReturn:
     except _Usage as error:
         # empty when a group of commands has shown its help
         if text := error.format_message().rstrip("."):
-            typer.echo(f"coterie: {to_one_line(text)}; see `coterie --help`", err=True)
+            # A mistake behind a command is explained by the help of that command.
+            context = getattr(error, "ctx", None)
+            root = context.find_root().command_path if context else ""
+            place = context.command_path.removeprefix(root) if context else ""
+            typer.echo(f"coterie: {to_one_line(text)}; see `coterie{place} --help`", err=True)
         sys.exit(2)
     except Exception as error:
         _exit_with_error(error)

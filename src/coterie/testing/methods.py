@@ -491,7 +491,10 @@ def describe_difference(found: Tensor, expected: Tensor) -> str:
         >>> describe_difference(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.5, 3.0]))
         'differs by up to 0.5 in 1 of 3 numbers'
     """
-    differs = (found != expected) & ~(found.isnan() & expected.isnan())
+    unknown = found.isnan() & expected.isnan()
+    differs = (found != expected) & ~unknown
+    if bool(unknown.any()) and not bool(differs.any()):
+        return f"both are NaN in {int(unknown.sum())} of {unknown.numel()} numbers"
     gaps = (found - expected).abs()[differs]
     largest = float(gaps.max()) if len(gaps) else 0.0
     return f"differs by up to {largest:.2g} in {int(differs.sum())} of {differs.numel()} numbers"

@@ -121,5 +121,7 @@ def test_a_difference_is_described_by_its_size():
     a = torch.tensor([[1.0, nan], [3.0, 4.0]], dtype=torch.float64)
     b = torch.tensor([[1.0 + 3e-7, nan], [3.0, 4.25]], dtype=torch.float64)
     assert describe_difference(a, b) == "differs by up to 0.25 in 2 of 4 numbers"
-    assert describe_difference(a, a) == "differs by up to 0 in 0 of 4 numbers"
+    assert describe_difference(b[1:], b[1:]) == "differs by up to 0 in 0 of 2 numbers"
+    # what is not equal only because NaN is not equal to itself
+    assert describe_difference(a, a) == "both are NaN in 1 of 4 numbers"
     assert describe_difference(a[:1], b[:1]) == "differs by up to 3e-07 in 1 of 2 numbers"
