@@ -195,7 +195,8 @@ def run_commands(block, bundled):
             continue
         arguments, out = redirected(words[1:])
         if arguments in (["run"], ["run", "rotated-digits"]):
-            shutil.copytree(bundled, "runs")
+            # a second time goes on, with nothing left to do
+            shutil.copytree(bundled, "runs", dirs_exist_ok=True)
             continue
         told = CliRunner().invoke(
             app, [*arguments, *quick(arguments[1:])] if arguments[0] == "run" else arguments
