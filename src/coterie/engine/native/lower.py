@@ -1,7 +1,8 @@
 """PyTorch's operations as statements of a native program: what each node of a trace becomes.
 
-A method `_name` of `Lowering` makes the operation `name`. Elementwise operations and views make
-expressions; products, convolutions, pooling and sums make calls of `blocks.h` or loops.
+A method `_op_NAME` of `Lowering` makes the operation NAME; simple elementwise ones are entries of
+`_UNARY`, `_BINARY` and the tables next to them. Elementwise operations and views make expressions;
+products, convolutions, pooling and sums make calls of `blocks.h` or loops.
 """
 
 import inspect
