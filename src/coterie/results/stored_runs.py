@@ -442,7 +442,13 @@ def load_study_text(folder: Path, name: str) -> str:
         DataError: when the file is missing or damaged.
     """
     if (folder / manifest.FILE).exists() and (fault := manifest.describe_fault(folder, name)):
-        raise DataError(f"{folder}: {fault}; `coterie run STUDY --resume` writes it again")
+        # The folder of a sweep has a study in each subfolder, and no federation of its own.
+        points = sorted(path.parent.name for path in folder.glob(f"*/{FEDERATION}"))
+        if points and not (folder / name).exists():
+            raise DataError(
+                f"{folder} is a sweep of several studies; give one of them: {', '.join(points)}"
+            )
+        raise DataError(f"{folder}: {fault}; `coterie run STUDY` writes it again")
     path = folder / name
     return path.read_text("utf-8") if path.is_file() else ""
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from coterie.errors import ConfigError, RunExistsError
+from coterie.errors import ConfigError, DataError, RunExistsError
 from coterie.methods import METHODS
 from coterie.methods.registry import find_published, with_published_options
+from coterie.results.stored_runs import load_federation_description
 from coterie.studies import config
 from coterie.studies.run import load_stored_study, run_study
 from coterie.studies.sweep import expand_sweep, join_summaries, load_sweep_results, run_sweep
@@ -153,6 +154,11 @@ def test_a_sweep_runs_every_point_and_joins_the_summaries(tmp_path):
     heard.clear()
     with pytest.raises(RunExistsError, match="expected a new folder"):
         run_sweep(study, out=tmp_path, resume=False)
+    # a report is of one point: its folder says which there are
+    with pytest.raises(
+        DataError, match="sweep of several studies; give one of them: train=16, train=8"
+    ):
+        load_federation_description(tmp_path / "tiny")
     run_sweep(study, out=tmp_path, observer=heard.append)
     assert heard == []
     with pytest.raises(RunExistsError, match=r"other values of data.train \(\[8, 16\] there"):
