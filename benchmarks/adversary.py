@@ -45,7 +45,7 @@ from coterie.cli.app import main as run_command
 from coterie.cluster.blocks import ThreadBlocks, simulate_in_blocks
 from coterie.data.federation import Federation
 from coterie.engine import ENGINES
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, TranslationError
 from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
 from coterie.functional.metrics import ACCURACY, LOSS, MSE, Undefined
@@ -602,7 +602,9 @@ def attempt(check: str, action: Callable[[], object]) -> Outcome:
         return Outcome(check, "too sensitive" if sensitive else "not for it")
     except CoterieError as error:
         is_line = bool(str(error).strip()) and "\n" not in str(error)
-        return Outcome(check, "refused" if is_line else "FOUND", str(error))
+        # What a run's own check finds is no refusal of the case.
+        is_fine = is_line and not isinstance(error, TranslationError)
+        return Outcome(check, "refused" if is_fine else "FOUND", str(error))
     except AssertionError as error:
         if str(error) and not _is_ours(error):
             return Outcome(check, "FOUND", f"AssertionError: {error}")

@@ -154,6 +154,7 @@ def _draw_metrics(stream: random.Random) -> list[str]:
 
 PATTERNS = (["first.*"], ["!last.*"], ["*.weight"], ["pieces"], ["first.weight", "last"], ["!pieces.*"])  # fmt: skip
 TABLES: dict[tuple[str, str], Draw] = {
+    ("LocalTraining", "augment"): _pick("none", "crop-flip", "benchmarks.generated:add_noise"),
     ("LocalTraining", "lr"): _pick(1e-3, 0.01, 0.05, 0.1, 0.0),
     ("LocalTraining", "epochs"): _pick(0, 1, 2),
     ("LocalTraining", "steps"): _pick(0, 1, 2, 5),

@@ -464,3 +464,9 @@ def half_rate(number: int, total: int) -> float:
 def mean_output(outputs: Tensor, targets: Tensor) -> float:
     """The mean of all outputs."""
     return float(outputs.double().mean())
+
+
+def add_noise(batch: Tensor, generator: torch.Generator) -> Tensor:
+    """Add noise to training samples: an augmentation of one's own."""
+    noise = torch.randn(batch.shape, generator=generator, dtype=batch.dtype)
+    return batch + 0.1 * noise

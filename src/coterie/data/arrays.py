@@ -68,6 +68,7 @@ def from_arrays(
             samples.
 
     Example:
+        >>> import torch
         >>> x, y = torch.rand(40, 3), torch.arange(40) % 2
         >>> federation = from_arrays(x, y, clients=["ann"] * 15 + ["bob"] * 25)
         >>> federation.count_samples("train").tolist(), [len(test.x) for test in federation.tests]

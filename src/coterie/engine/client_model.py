@@ -1,5 +1,8 @@
 """The model that clients train: its rows, first values, and what merges leave alone."""
 
+import functools
+import hashlib
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +14,8 @@ from coterie.data.federation import Federation
 from coterie.data.source import is_images
 from coterie.engine._base import MODULE_ERRORS
 from coterie.engine.options import EngineOptions, InitMode, ModelSpec
+from coterie.errors import ConfigError, ModelError
+from coterie.models.given import find_equal_rows, list_kept_tensors
 from coterie.models.layout import (
     InputConversion,
     Layout,
@@ -18,6 +23,7 @@ from coterie.models.layout import (
     make_template,
     resolve_model,
 )
+from coterie.models.outputs import OutputConversion
 from coterie.models.part import ParameterSharing
 from coterie.rng import EVERYONE, Rng
 
@@ -30,7 +36,7 @@ class ClientModel:
         make: the module, or a function that makes one.
         layout: how its tensors lie in a row.
         sharing: which columns of a row are shared, stay with the client, and are compared.
-        init: how first models are drawn; see `ModelSpec`.
+        init: the first models; see `Settings.init`.
         buffers: what a merge does with BatchNorm statistics; see `ModelSpec`.
         device: where rows are.
         first_models: the first models that all clients share, by seed.
@@ -52,10 +58,11 @@ class ClientModel:
             ConfigError: for an unknown model, or patterns that match nothing.
             ModelError: for a model that cannot be made.
         """
-        make = resolve_model(spec.source, federation.features, federation.outputs)
-        module = make_template(make)
-        conversion = _find_input_conversion(module, federation, options.dtype)
-        layout = Layout(module, options.dtype, conversion).to(options.device)
+        make = resolve_model(spec.source, federation.features, federation.outputs, federation.parts)
+        _check_init(spec.init, make)
+        module, output = make_template(make), OutputConversion(spec.output)
+        conversion = _find_input_conversion(module, federation, options.dtype, output)
+        layout = Layout(module, options.dtype, conversion, output).to(options.device)
         local = () if spec.local_tensors is None else spec.local_tensors(layout)
         sharing = ParameterSharing.from_patterns(
             layout, spec.shared, spec.similarity_on, local, spec.owner
@@ -80,18 +87,44 @@ class ClientModel:
             self.first_models[rng.seed] = self._draw(rng.at_round(-1), EVERYONE)
         return self.first_models[rng.seed].expand(len(ids), -1)
 
-    def draw_models(self, rng: Rng, count: int) -> Float[Tensor, "clusters params"]:
-        """Return independently drawn first models, the same in every process; see `Task`."""
-        models = [self._draw(rng.at_round(-1), EVERYONE)]
+    def draw_models(
+        self, rng: Rng, count: int, different: bool = False
+    ) -> Float[Tensor, "clusters params"]:
+        """Return first models, the same in every process; see `Task.draw_models`."""
+        rows = [self._draw(rng.at_round(-1), EVERYONE)]
         for number in range(1, count):
-            row = draw_initial_params(
-                self.make, self.layout, rng.at_round(-1), purpose=f"init.{number}"
+            if self.keeps_given:
+                rows.append(rows[0])
+                continue
+            purpose = f"init.{number}"
+            row = draw_initial_params(self.make, self.layout, rng.at_round(-1), purpose=purpose)
+            rows.append(row.to(self.device))
+        models = torch.stack(rows)
+        if different and find_equal_rows(models[:, : self.layout.trainable]):
+            given = "a module" if isinstance(self.make, nn.Module) else "a function that draws none"
+            raise ModelError(
+                f"this method starts from {count} different models, and {given} has one set of "
+                "weights, which stays: equal models would stay equal; give the class of the module "
+                "or a function that draws other weights in each call, or set init = 'redrawn', "
+                "which draws those of a module again"
             )
-            models.append(row.to(self.device))
-        return torch.stack(models)
+        return models
+
+    @property
+    def keeps_given(self) -> bool:
+        """Whether the first models are the weights of the module that was given."""
+        return isinstance(self.make, nn.Module) and self.init != "redrawn"
+
+    @functools.cached_property
+    def given_digest(self) -> str:
+        """The digest of the weights that were given; "" where they are drawn."""
+        if not self.keeps_given:
+            return ""
+        values = self.module_values().cpu().numpy()
+        return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
     def _draw(self, rng: Rng, client: int) -> Float[Tensor, " params"]:
-        if self.init == "given":
+        if self.keeps_given or self.init == "given":
             return self.module_values()
         return draw_initial_params(self.make, self.layout, rng, client).to(self.device)
 
@@ -117,8 +150,33 @@ class ClientModel:
         return self.sharing.keep_local(before, torch.cat([merged[:, :start], own], dim=1))
 
 
+def _check_init(init: InitMode, make: Callable[[], nn.Module] | nn.Module) -> None:
+    """Refuse first models that the model cannot have, and say where given weights go."""
+    given = isinstance(make, nn.Module)
+    if init == "per_client" and given:
+        raise ConfigError(
+            "init is 'per_client', and the model is a module, which has one set of weights; give "
+            "its class or a function that makes it, which is called for each client, or leave init "
+            "out: all clients start from the weights that were given"
+        )
+    if init == "redrawn":
+        if not isinstance(make, nn.Module):
+            raise ConfigError(
+                "init is 'redrawn', which draws the weights of a given module again; this model is "
+                "made by a function, which draws its own: leave init out"
+            )
+        kept = list_kept_tensors(make)
+        names = ", ".join(kept[:3]) + ", ..." * (len(kept) > 3)
+        stay = f"; as given stay {names}, whose layers have no reset_parameters" if kept else ""
+        warnings.warn(
+            "init = 'redrawn': the weights of the module that was given are not used; its layers "
+            f"draw new ones by reset_parameters{stay}",
+            stacklevel=2,
+        )
+
+
 def _find_input_conversion(
-    module: nn.Module, federation: Federation, dtype: torch.dtype
+    module: nn.Module, federation: Federation, dtype: torch.dtype, output: OutputConversion
 ) -> InputConversion:
     """Return how an input is converted before the module takes it.
 
@@ -129,9 +187,11 @@ def _find_input_conversion(
     x = federation.x[0, :2]
     if federation.parts or x.is_floating_point() or is_images(x[0]):
         return InputConversion(federation.parts)
-    layout = Layout(module, dtype, InputConversion(whole=True))
+    layout = Layout(module, dtype, InputConversion(whole=True), output)
     try:
         layout.try_module(x)
+    except ModelError:  # of what the module returned
+        raise
     # The module refuses whole numbers, as a linear layer does.
     except MODULE_ERRORS:
         return InputConversion()

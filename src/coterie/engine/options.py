@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -15,7 +15,7 @@ from coterie.functional.losses import Loss
 from coterie.functional.metrics import Metric
 from coterie.models.layout import BUFFER_POLICIES, Layout, ModelSource
 
-InitMode = Literal["shared", "per_client", "given"]
+InitMode = Literal["shared", "per_client", "given", "redrawn"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class ModelSpec:
 
     Args:
         source: a name of `models.NETS`, an nn.Module, or a factory of modules.
-        init: "shared": one model drawn for all; "per_client": one drawn for each; "given": the
-            module's own values.
+        init: the first models; see `Settings.init`.
         buffers: what a merge does with BatchNorm statistics: "average" mixes them like parameters,
             "local" keeps each client's own, "reset" restores the initial ones.
         shared: patterns of the tensors that clients share; everything when empty. See
@@ -36,6 +35,7 @@ class ModelSpec:
         owner: who asks for `local_tensors`, for messages.
         loss: what is minimized; cross-entropy for classes and squared error for numbers when None.
         metrics: what `evaluate` measures in addition to the loss and the metric that goes with it.
+        output: which entry of what the module returns is its output; see `OutputConversion`.
     """
 
     source: ModelSource
@@ -47,6 +47,7 @@ class ModelSpec:
     owner: str = "the method"
     loss: Loss | None = None
     metrics: Sequence[Metric] = ()
+    output: str = ""
 
     def __post_init__(self) -> None:
         """Check names of choices.
@@ -54,8 +55,8 @@ class ModelSpec:
         Raises:
             ConfigError: with what was found and what was expected.
         """
-        modes = "'shared', 'per_client' or 'given'"
-        require(self.init in ("shared", "per_client", "given"), "init", self.init, modes)
+        modes = get_args(InitMode)
+        require(self.init in modes, "init", self.init, f"one of {', '.join(modes)}")
         policies = f"one of {', '.join(BUFFER_POLICIES)}"
         require(self.buffers in BUFFER_POLICIES, "buffers", self.buffers, policies)
 

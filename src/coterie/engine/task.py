@@ -4,6 +4,8 @@ It is made of the clients' data on a device (`client_data`), the model (`client_
 (`training`), which is the only place where gradients are taken, and evaluation (`evaluation`).
 """
 
+import contextlib
+import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -98,6 +100,8 @@ class Task:
         first_samples = torch.arange(8) % max(1, len(data.samples))
         x = data.samples.prepare_inputs(first_samples)
         y = data.samples.prepare_targets(first_samples)
+        if model.output:
+            _check_output_is_needed(layout, x)
         # Before the trial of an engine, so that the message names outputs and targets.
         _check_outputs(layout, loss, data, x)
         # What goes with the loss is measured once.
@@ -224,12 +228,23 @@ class Task:
             return self.model.module_values().expand(len(self), -1)
         return self.model.initial_models(self.ids, rng)
 
-    def draw_models(self, rng: Rng, count: int) -> Float[Tensor, "clusters params"]:
-        """Return independent first models, the same in every process; the first is $w^0$.
+    def draw_models(
+        self, rng: Rng, count: int, *, different: bool = False
+    ) -> Float[Tensor, "clusters params"]:
+        """Return first models, the same in every process; the first is $w^0$.
 
-        With `init="given"` the first has the module's own values and the others are drawn.
+        A function that makes the module is called for each, under a stream of its own. A module
+        that was given has one set of weights: then all are equal.
+
+        Args:
+            rng: the streams of the run; its round does not matter.
+            count: how many.
+            different: whether the method needs different ones.
+
+        Raises:
+            ModelError: when two that must differ are equal.
         """
-        return self.model.draw_models(rng, count)
+        return self.model.draw_models(rng, count, different)
 
     def apply_buffer_policy(
         self, before: Float[Tensor, "clients params"], merged: Float[Tensor, "clients params"]
@@ -364,6 +379,28 @@ class Task:
         return self.evaluator.evaluate(params, inputs)
 
 
+def _check_output_is_needed(layout: Layout, x: Tensor) -> None:
+    """Refuse the name of an entry where the module returns a tensor in both of its modes."""
+    seen: list[bool] = []
+    for module in (layout.train_module, layout.eval_module):
+        trial = copy.deepcopy(module)
+        trial.register_forward_hook(
+            lambda _module, _args, returned: seen.append(isinstance(returned, Tensor)), prepend=True
+        )
+        # Modules may draw; a trial must not draw from anybody's stream.
+        with (
+            torch.no_grad(),
+            Rng(0).temporary_torch_seed("template"),
+            contextlib.suppress(*MODULE_ERRORS),
+        ):
+            trial(x)
+    if len(seen) == 2 and all(seen):
+        raise ConfigError(
+            f"output is {layout.output.name!r}, which names an entry of what the module returns; it "
+            "returns a tensor, so leave output out"
+        )
+
+
 def _check_outputs(layout: Layout, loss: Loss, data: ClientData, x: Tensor) -> None:
     """Refuse outputs and targets that the loss does not take.
 
@@ -371,6 +408,8 @@ def _check_outputs(layout: Layout, loss: Loss, data: ClientData, x: Tensor) -> N
     """
     try:
         outputs = layout.try_module(x)
+    except ModelError:  # of what the module returned
+        raise
     except MODULE_ERRORS:
         return
     classes = data.federation.classes

@@ -869,16 +869,17 @@ class CustomLoss(Loss):
         self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
     ) -> None:
         """See `Loss.check_data`: try the function."""
+        # `outputs` are of a first batch, `targets` of all samples, which may be fewer.
+        count = min(len(outputs), len(targets))
         try:
-            # `outputs` are of a first batch, `targets` of all samples.
-            self(outputs, targets[: len(outputs)])
+            self(outputs[:count], targets[:count])
         except CoterieError:
             raise
         # A custom function may raise anything; the shapes help its author more than a traceback.
         except Exception as error:
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             shapes = (
-                f"outputs {tuple(outputs.shape)} and targets {(len(outputs), *targets.shape[1:])}"
+                f"outputs {(count, *outputs.shape[1:])} and targets {(count, *targets.shape[1:])}"
             )
             raise ModelError(f"loss {self.path!r} fails on {shapes}: {reason}") from error
 

@@ -79,7 +79,7 @@ class FeSem(ServerMethod):
         # A permutation modulo C: random, and balanced to within one member.
         order = rng.at_round(-1).generator("fesem.start").permutation(task.population)
         label = torch.from_numpy(order) % self.clusters
-        models = task.draw_models(rng, self.clusters)
+        models = task.draw_models(rng, self.clusters, different=True)
         # No momentum, hence no columns of velocity.
         return FeSemClusters(
             models, models[:, :0].double(), label, torch.zeros(task.population, dtype=torch.bool)

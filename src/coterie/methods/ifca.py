@@ -101,7 +101,7 @@ class Ifca(ServerMethod):
         """Return independently drawn models."""
         # All candidate sets in one matrix: set by set, cluster by cluster.
         count = self.clusters * (self.candidates if self.start == "resample" else 1)
-        return IfcaModels(task.draw_models(rng, count))
+        return IfcaModels(task.draw_models(rng, count, different=True))
 
     def enroll(self, rnd: Round, state: State) -> State:
         """Choose among candidates by what clients would choose among them."""

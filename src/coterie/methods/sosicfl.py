@@ -110,9 +110,14 @@ class SimplexMethod(OneModel):
         )
 
     def draw_first_model(self, task: Task, rng: Rng) -> Float[Tensor, " params"]:
-        """Return the first model, with independently drawn endpoints."""
+        """Return the first model, with independently drawn endpoints.
+
+        All endpoints of a module that was given start at its weights, and its served model is what
+        was given; training separates them, since each has a weight of its own in every step.
+        """
         rows = task.draw_models(rng, self.endpoints)
-        xavier, gain = self._draws_xavier(), math.sqrt(self.head_lr_scale)
+        xavier = self._draws_xavier() and not task.model.keeps_given
+        gain = math.sqrt(self.head_lr_scale)
         return simplex_layers.independent_endpoints(
             task.layout, rows, rng, xavier=xavier, gain=gain
         )

@@ -17,12 +17,12 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Num, Shaped
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -31,6 +31,14 @@ from coterie.data.source import InputPart
 from coterie.errors import ConfigError, ModelError, describe_unknown
 from coterie.models import networks
 from coterie.models.draws import KeyedDraws
+from coterie.models.given import (
+    RETURN_HINT,
+    ModuleMaker,
+    check_module,
+    list_lazy_tensors,
+    redraw_weights,
+)
+from coterie.models.outputs import OutputConversion
 from coterie.rng import EVERYONE, Rng
 
 ModelFactory = Callable[[], nn.Module] | nn.Module
@@ -46,17 +54,17 @@ class NamedModel:
         options: arguments of what the import path names. `features` (the shape of one input) and
             `outputs` (classes, or numbers of a target) are added where it takes them and they are
             not given.
+        output: which entry of what the module returns is its output; see `OutputConversion`.
     """
 
     kind: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    output: str = ""
 
     def __str__(self) -> str:
-        return (
-            f"{self.kind} {json.dumps(self.options, sort_keys=True, default=str)}"
-            if self.options
-            else self.kind
-        )
+        options = json.dumps(self.options, sort_keys=True, default=str)
+        words = [self.kind, *([options] if self.options else ())]
+        return " ".join([*words, *([f"output={self.output}"] if self.output else ())])
 
 
 ModelSource = str | NamedModel | ModelFactory
@@ -171,6 +179,7 @@ class Layout:
         module: the module; it is copied, never changed.
         dtype: floating-point type of the rows.
         arguments: what becomes of an input before the module takes it.
+        output: what becomes of what the module returns.
 
     Attributes:
         trainable: number of leading entries of a row that are trained.
@@ -195,14 +204,17 @@ class Layout:
         module: nn.Module,
         dtype: torch.dtype = torch.float32,
         arguments: InputConversion | None = None,
+        output: OutputConversion | None = None,
     ) -> None:
         self.dtype, self.arguments, self.original = dtype, arguments or InputConversion(), module
+        self.output = output or OutputConversion()
         _refuse_complex(module)
         self.train_module = _convert_numbers(copy.deepcopy(module), dtype).train()
         if self.arguments != InputConversion():
             self.train_module.register_forward_pre_hook(
                 self.arguments, with_kwargs=True, prepend=True
             )
+        self.train_module.register_forward_hook(self.output)
         owners = [
             (f"{path}." if path else "", part) for path, part in self.train_module.named_modules()
         ]
@@ -379,7 +391,7 @@ class Layout:
         tensors |= {name: given[name] for name in tensors}
         return outputs
 
-    def try_module(self, x: Float[Tensor, "samples *features"]) -> Any:
+    def try_module(self, x: Num[Tensor, "samples *features"]) -> Any:
         """Return what the module, with its own values, returns in evaluation; nobody's stream."""
         with torch.no_grad(), KeyedDraws(torch.tensor(0, device=x.device)):
             return self.eval_module(x)
@@ -443,20 +455,13 @@ def draw_initial_params(
 ) -> Tensor:
     """Draw the first parameters of a model from the stream of `client`.
 
-    A factory is called again; a module is copied, and every submodule with `reset_parameters` draws
-    again. Frozen weights are no part of it: they stay those of the layout.
+    A factory is called again; a module is copied, and its layers draw again, see `redraw_weights`.
+    Frozen weights are no part of it: they stay those of the layout.
     """
     with rng.temporary_torch_seed(purpose, client):
-        # A factory draws in its constructor, a module in `reset_parameters`, in the order of its
-        # submodules.
-        if not isinstance(source, nn.Module):
-            return layout.flatten_module(source())
-        module = copy.deepcopy(source)
-        for part in module.modules():
-            reset = getattr(part, "reset_parameters", None)
-            if callable(reset):
-                reset()
-        return layout.flatten_module(module)
+        if isinstance(source, nn.Module):
+            return layout.flatten_module(redraw_weights(source))
+        return layout.flatten_module(source())
 
 
 # ---------------------------------------------------------------- the papers' reference networks
@@ -617,26 +622,61 @@ def _build_custom_model(
     if not isinstance(made, nn.Module):
         raise ModelError(
             f"{what} returned {type(made).__name__}; expected a torch.nn.Module"
-            + _RETURN_HINT * (made is None)
+            + RETURN_HINT * (made is None)
         )
     return made
 
 
-_RETURN_HINT = ": is a `return` missing?"
-
-
 def resolve_model(
-    model: ModelSource, features: tuple[int, ...], outputs: int
+    model: ModelSource, features: tuple[int, ...], outputs: int, parts: Sequence[InputPart] = ()
 ) -> Callable[[], nn.Module] | nn.Module:
-    """Return the module or factory of a model given by name, module or factory."""
+    """Return the module or factory of a model given by name, module or factory.
+
+    Args:
+        model: what was given.
+        features: the shape of one input.
+        outputs: classes, or numbers of a target.
+        parts: the tensors that an input is made of; empty where it is one.
+
+    Raises:
+        ConfigError: for an unknown name, or arguments that it does not take.
+        ModelError: for a module that cannot be trained.
+    """
+    if isinstance(model, ModuleMaker):
+        return model
+    if isinstance(model, nn.Module):
+        check_module(model, "the model")
+        # What a lazy layer lacks is drawn when its shape is known; all other weights stay.
+        return ModuleMaker(model, features, parts) if list_lazy_tensors(model) else model
+    if not isinstance(model, str | NamedModel):
+        return ModuleMaker(model, features, parts)
     named = NamedModel(model) if isinstance(model, str) else model
-    if isinstance(named, NamedModel):
-        with Rng(0).temporary_torch_seed(
-            "template"
-        ):  # a trial that must not draw from anybody's stream
-            build_model(named.kind, features, outputs, named.options)
-        return lambda: build_model(named.kind, features, outputs, named.options)
-    return named
+    with Rng(0).temporary_torch_seed(
+        "template"
+    ):  # a trial that must not draw from anybody's stream
+        build_model(named.kind, features, outputs, named.options)
+    return ModuleMaker(
+        lambda: build_model(named.kind, features, outputs, named.options), features, parts
+    )
+
+
+def find_output_name(model: ModelSource, setting: str | int | None = None) -> str:
+    """Return which entry of what a module returns is its output; "" where none is named.
+
+    Args:
+        model: what was given; a model by name may name its output.
+        setting: `Settings.output`.
+
+    Raises:
+        ConfigError: when both name one, and not the same.
+    """
+    wanted = "" if setting is None else str(setting)
+    own = model.output if isinstance(model, NamedModel) else ""
+    if wanted and own and wanted != own:
+        raise ConfigError(
+            f"output is {wanted!r} in the settings and {own!r} in the model; give one of them"
+        )
+    return wanted or own
 
 
 def custom_model_name(model: ModelSource) -> str:
@@ -654,11 +694,7 @@ def make_template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
         return model
     with Rng(0).temporary_torch_seed("template"):
         module = model()
-    if not isinstance(module, nn.Module):
-        raise ModelError(
-            f"the model factory returned {type(module).__name__}; expected a torch.nn.Module"
-        )
-    return module
+    return check_module(module, "what the model factory returned")
 
 
 def row_nbytes(params: Shaped[Tensor, "... params"]) -> int:

@@ -184,15 +184,8 @@ def simplex_head(
 def simplex_all(source: ModelFactory, endpoints: int) -> ModelFactory:
     """Return a model with endpoints for all trained tensors and one set of running statistics.
 
-    Raises:
-        ModelError: for a module instead of a factory, since its endpoints could not be drawn
-            independently.
+    All endpoints of a module, instead of a factory, start at its weights.
     """
-    if isinstance(source, nn.Module):
-        raise ModelError(
-            "endpoints of all layers are drawn by a factory of modules; found a module: pass its "
-            "class"
-        )
 
     def add_endpoints(module: nn.Module) -> nn.Module:
         # A list: a parametrization adds modules and changes parameters during the walk.

@@ -32,6 +32,7 @@ _OWN_AFFAIR = (
 )
 _OPTIONAL = (
     "shared",
+    "output",
     "similarity_on",
     "acceptance",
     "attacks",

@@ -688,7 +688,7 @@ def strip_settings(label: str, settings: Sequence[str]) -> str:
         # A label has the last part of a path.
         name = re.escape(one.rpartition(".")[-1])
         label = re.sub(rf"[\s,]*\b{name}=[^\s,]*", "", label)
-    return label or settings[0]
+    return label or settings[0].rpartition(".")[-1]
 
 
 def draw_setting_lines(

@@ -16,6 +16,7 @@ from torch import Tensor
 from coterie._util import extras
 from coterie._util.files import prepare_file, replace_atomically, show_path
 from coterie.errors import ConfigError, ModelError, RunExistsError
+from coterie.models.outputs import OutputConversion
 from coterie.runtime.models import Models, Which
 
 Format = Literal["safetensors", "pt", "onnx"]
@@ -191,6 +192,7 @@ def _build_onnx_program(models: Models, client: int | str, which: Which) -> torc
     """Return the module as a graph that takes batches of any size."""
     check_onnx_packages()
     module, recipe = models.model(client, which), models.spec
+    module.register_forward_hook(OutputConversion(recipe.output))
     kind = torch.uint8 if recipe.inputs.images else torch.float32
     # 2 samples: torch.export takes a size of 1 for a constant.
     args, named = models.make_forward_arguments(

@@ -43,6 +43,7 @@ class PlainModule:
         whole: whether it takes inputs as whole numbers.
         held: names of the tensors that rows hold.
         given: whether round 0 must have its values.
+        output: which entry of what it returns is the output; "" where that is not said.
     """
 
     module: nn.Module
@@ -53,18 +54,16 @@ class PlainModule:
     whole: bool = False
     held: frozenset[str] = frozenset()
     given: bool = True
+    output: str = ""
 
     @staticmethod
     def build(task: Task, rng: Rng, client: int, lines: list[str]) -> "PlainModule":
         """Take a copy of the given module, or make one as round 0 does."""
         make, init, given = task.model.make, task.model.init, True
         if isinstance(make, nn.Module):
-            module, given = copy.deepcopy(make), init == "given"
+            module, given = copy.deepcopy(make), init != "redrawn"
             if not given:
-                lines.append(
-                    f"the given module's weights are drawn again (init = {init!r}); "
-                    "init = 'given' keeps them"
-                )
+                lines.append("the given module's weights are drawn again (init = 'redrawn')")
         elif init == "given":
             module = make_template(make)
         else:
@@ -83,6 +82,7 @@ class PlainModule:
         plain = PlainModule(
             module.to(task.device), task.trainer.loss, task.device, task.dtype,
             task.engine.precision, held=frozenset(slot.name for slot in task.layout.slots),
+            output=task.layout.output.name,
         )  # fmt: skip
         plain.whole = plain._takes_whole_numbers(task.data.federation)
         return plain
@@ -131,7 +131,7 @@ class PlainModule:
         with torch.autocast(
             torch.device(self.device).type, torch.bfloat16, enabled=self.precision == "bf16"
         ):
-            found = self.module(*args, **named)
+            found = _select_output(self.module(*args, **named), self.output)
         return found.to(self.dtype)
 
     def _mean_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
@@ -186,6 +186,21 @@ class PlainModule:
             buffer.detach().copy_(kept[name])
         self.module.zero_grad()
         return found
+
+
+def _select_output(returned: Any, name: str) -> Tensor:
+    """Return the named entry of what a module returned: of a tensor itself, else its `logits`."""
+    if isinstance(returned, Tensor):
+        return returned
+    if not name and isinstance(returned, list | tuple) and not hasattr(returned, "logits"):
+        return next(one for one in returned if isinstance(one, Tensor))
+    key = name or "logits"
+    if isinstance(returned, Mapping):
+        tensors = [one for one in returned.values() if isinstance(one, Tensor)]
+        return returned[key] if key in returned else tensors[0]
+    if isinstance(returned, list | tuple) and key.isdecimal():
+        return returned[int(key)]
+    return getattr(returned, key)
 
 
 def prepare_inputs(federation: Federation, x: Tensor, dtype: torch.dtype) -> Tensor:

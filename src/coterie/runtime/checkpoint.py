@@ -44,6 +44,7 @@ _OPTIONAL = (
     "loss",
     "metrics",
     "shared",
+    "output",
     "similarity_on",
     "acceptance",
     "attacks",
@@ -100,6 +101,7 @@ def compute_identity(
     ]
     what += [model] if model else []
     what += [task.layout.frozen_digest] if task.layout.frozen else []
+    what += [task.model.given_digest] if task.model.given_digest else []
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 

@@ -113,7 +113,7 @@ def compute_reductions(
     return {name: torch.full((len(accuracy),), value).double() for name, value in values.items()}
 
 
-def compute_maxima(table: pd.DataFrame) -> dict[str, Tensor]:
+def compute_maxima(table: pd.DataFrame, clients: np.ndarray) -> dict[str, Tensor]:
     """Return each client's value in the best round, for each metric of `metrics.MAXIMA`.
 
     The best round is the one with the largest mean over clients. The mean of its values is ACC as
@@ -123,16 +123,16 @@ def compute_maxima(table: pd.DataFrame) -> dict[str, Tensor]:
     Args:
         table: the metrics table of a run, with the evaluations of the newest models on the test
             sets.
+        clients: their ids in the table; NaN for one that has no value.
     """
     # The maximum is over test data of the newest models, as papers report it.
     tests = table[(table["split"] == "test") & (table["model"] == "current")]
     out = {}
     for metric, largest in metrics.MAXIMA.items():
         rows = pd.DataFrame(tests[tests["metric"] == metric.name])
-        # Columns of the pivot are sorted: values are in the order of client ids.
-        history = rows.pivot_table(
-            index="round", columns="client", values="value", observed=True
-        ).to_numpy(dtype=float)
+        pivot = rows.pivot_table(index="round", columns="client", values="value", observed=True)
+        # A client without any value has no column in the pivot.
+        history = pivot.reindex(columns=clients).to_numpy(dtype=float)
         if len(history):
             out[largest.name] = torch.from_numpy(
                 history[np.nanmean(history, axis=1).argmax()].copy()
@@ -140,12 +140,16 @@ def compute_maxima(table: pd.DataFrame) -> dict[str, Tensor]:
     return out
 
 
-def average_over_rounds(table: pd.DataFrame, names: Sequence[str]) -> dict[str, Tensor]:
+def average_over_rounds(
+    table: pd.DataFrame, names: Sequence[str], clients: np.ndarray
+) -> dict[str, Tensor]:
     """Return the mean over rounds of reported metrics; rounds without a value are left out.
 
     Args:
         table: the metrics table of a run.
         names: of the metrics.
+        clients: their ids in the table; NaN for one that never reported a metric, because it was in
+            no cohort.
     """
     # Round -1 is the warm-up, in which nothing is mixed.
     rounds = table.loc[((table["split"] == "train") & (table["round"] >= 0)).to_numpy()]
@@ -156,7 +160,6 @@ def average_over_rounds(table: pd.DataFrame, names: Sequence[str]) -> dict[str, 
         if len(rows)
     }
     return {
-        # In the order of client ids, as `add_metrics` expects values.
-        name: torch.from_numpy(one.sort_index().to_numpy(dtype=float).copy())
+        name: torch.from_numpy(one.reindex(clients).to_numpy(dtype=float).copy())
         for name, one in means.items()
     }

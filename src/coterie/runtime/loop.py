@@ -535,7 +535,8 @@ class Loop:
                 tested[name], self.task.data.count_test_samples()[seen], label
             )
         if "maxima" in wanted:
-            values |= final_metrics.compute_maxima(self.record.metrics)
+            clients = self.record.table_ids(self.task.ids[seen])
+            values |= final_metrics.compute_maxima(self.record.metrics, clients)
         if "clusters" in wanted:
             planted = torch.from_numpy(
                 self.record.clusters[self.record.table_ids(self.task.ids[seen])]

@@ -46,6 +46,7 @@ from coterie.models.layout import (
     make_template,
     resolve_model,
 )
+from coterie.models.outputs import OutputConversion
 from coterie.models.simplex_layers import remove_endpoints
 from coterie.runtime import checkpoint
 from coterie.runtime.loop import Loop
@@ -100,6 +101,7 @@ class SavedModelSpec:
         ids: the clients that are here.
         names: a name for each of them; empty where clients are numbers.
         missing: why there is no module; empty where there is one.
+        output: which entry of what the module returns is its output.
         version: of Coterie, which wrote this.
     """
 
@@ -122,6 +124,7 @@ class SavedModelSpec:
     ids: tuple[int, ...]
     names: tuple[str, ...] = ()
     missing: str = ""
+    output: str = ""
     version: str = __version__
 
     def as_json(self) -> dict[str, Any]:
@@ -295,7 +298,10 @@ class Models(Described):
                 "load_models(folder, model=...), or on the command line its import path: --model "
                 "package.module:Net"
             )
-        own = make_template(resolve_model(self.network, recipe.inputs.features, recipe.outputs))
+        inputs = recipe.inputs
+        own = make_template(
+            resolve_model(self.network, inputs.features, recipe.outputs, inputs.parts)
+        )
         found = {
             # `get_extra_state` may give entries that are no tensors.
             name: tuple(tensor.shape)
@@ -356,7 +362,7 @@ class Models(Described):
                 arrays or tensors as in `from_arrays`, or as a federation holds
                 them: images as bytes, which are normalized as in training; a tuple or a table of
                 arrays where an input is several tensors.
-            kind: "outputs" of the module as they are; "probabilities" of classes or labels; or
+            kind: "outputs" of the module, as losses take them; "probabilities" of classes or labels; or
                 "classes": the most probable, by their names where they have any (of several labels:
                 whether each is, 0 or 1).
             which: which of the client's models, see `model`.
@@ -372,13 +378,13 @@ class Models(Described):
         """
         require(kind in get_args(Kind), "kind", kind, "'outputs', 'probabilities' or 'classes'")
         require(batch_size >= 1, "batch_size", batch_size, "at least 1")
-        recipe = self.spec
+        recipe, select_output = self.spec, OutputConversion(self.spec.output)
         samples, module = self.convert_inputs(client, x), self.model(client, which)
         found = []
         with torch.no_grad():
             for part in samples.split(batch_size):
                 args, named = self.make_forward_arguments(part, module)
-                found.append(module(*args, **named))
+                found.append(select_output(module, args, module(*args, **named)))
         outputs = torch.cat(found)
         if kind == "outputs":
             return outputs
@@ -423,7 +429,7 @@ def collect_models(
     # One row for each sample: `y` has clients and samples as its first two axes.
     y = federation.y.flatten(0, 1)
     outputs = objective.num_outputs(y, federation.classes)
-    own = make_template(resolve_model(model, federation.features, outputs))
+    own = make_template(resolve_model(model, federation.features, outputs, federation.parts))
     evaluated: Which = settings.evaluate
     held, slots, missing = {}, layout.slots, ""
     try:
@@ -462,6 +468,7 @@ def collect_models(
         ids=tuple(loop.record.table_ids(task.ids).tolist()),
         names=federation.client_names,
         missing=missing,
+        output=layout.output.name,
     )
     return Models(recipe, fixed, federation.fitted, model, held, folder)
 

@@ -49,8 +49,14 @@ class Settings(Configurable):
             "package.module:function", or a table with one of these as `kind` and the loss's own
             settings; from Python a function or a `Loss` too. When None: cross-entropy for classes,
             squared error for numbers; other targets call for a choice.
-        init: "shared" (one first model for all), "per_client", or "given" (the module's own
-            values).
+        init: the first models. Of a model by name, a class or a function: "shared" (it is called
+            once, under the run's stream, for all), "per_client" (once for each, under the client's
+            stream), or "given" (once, under a stream that is the same in all runs). A module keeps
+            the weights that it has, for all clients; "redrawn" draws them again by its layers'
+            `reset_parameters`.
+        output: which entry of what the module returns is its output, where that is no tensor: a
+            name of an object or a dict, or a place in a tuple. When None: `logits`, or the only
+            tensor. A model by name can say it too.
         order: "exchange_first" or "train_first"; the method's own order when None.
         schedule: "synchronous"; "sequential_exchange" and "sequential" let clients act one after
             another on each other's newest models, as some published code does, in simulation only.
@@ -120,6 +126,7 @@ class Settings(Configurable):
     local: LocalTraining = field(default_factory=LocalTraining)
     loss: str | Mapping[str, Any] | Callable[..., Any] | None = None
     init: InitMode = "shared"
+    output: str | int | None = None
     order: Order | None = None
     schedule: Schedule = "synchronous"
     warmup_epochs: NonNegativeInt | None = None
@@ -159,6 +166,8 @@ class Settings(Configurable):
         object.__setattr__(
             self, "loss", normalize_loss_setting(None if self.loss == NONE else self.loss)
         )
+        # A place in a tuple is a number in TOML.
+        object.__setattr__(self, "output", None if self.output is None else str(self.output))
         # A dictionary removes repetitions and keeps the order.
         requested = dict.fromkeys(normalize_metric_setting(one) for one in self.metrics)
         object.__setattr__(self, "metrics", tuple(requested))

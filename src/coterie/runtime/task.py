@@ -10,7 +10,7 @@ from coterie.engine.task import EngineOptions, ModelSpec, Task, Workload
 from coterie.errors import ConfigError
 from coterie.functional.losses import default_loss
 from coterie.methods.base import Method
-from coterie.models.layout import ModelSource, resolve_model
+from coterie.models.layout import ModelSource, find_output_name, resolve_model
 from coterie.runtime.settings import DTYPES, Settings
 
 
@@ -59,7 +59,7 @@ def make_task(
     loss = settings.custom_loss or default_loss(targets, federation.classes)
     outputs = loss.num_outputs(targets, federation.classes)
     spec = ModelSpec(
-        method.build_model(resolve_model(model, federation.features, outputs)),
+        method.build_model(resolve_model(model, federation.features, outputs, federation.parts)),
         init=settings.init,
         buffers=settings.buffers,
         shared=settings.shared,
@@ -68,6 +68,7 @@ def make_task(
         owner=method.kind,
         loss=loss,
         metrics=settings.output_metrics,
+        output=find_output_name(model, settings.output),
     )
     options = EngineOptions(
         engine=settings.engine,

@@ -149,7 +149,8 @@ class AttackExtension(Extension):
     def measure_run(self, record: Record) -> dict[str, Tensor]:
         """Return the means of both shares over the rounds."""
         names = (metrics.ATTACKER_WEIGHT.name, metrics.ATTACKER_READS.name)
-        return average_over_rounds(record.metrics, names)
+        honest = record.table_ids((~self.attackers).nonzero().flatten())
+        return average_over_rounds(record.metrics, names, honest)
 
 
 def make_all_extensions(

@@ -12,7 +12,7 @@ from coterie.data.build import DataConfig
 from coterie.errors import ConfigError, require
 from coterie.methods import registry
 from coterie.methods.base import Method
-from coterie.models.layout import NamedModel
+from coterie.models.layout import NamedModel, find_output_name
 from coterie.runtime.settings import Settings
 
 OWN = "own"
@@ -94,15 +94,22 @@ class ModelConfig(Configurable):
             subclass of nn.Module, or a function that returns a module.
         options: arguments of a custom one; `features` (the shape of one input) and `outputs` are
             given where it takes them.
+        output: which entry of what it returns is its output, where that is no tensor; see
+            `Settings.output`.
     """
 
     kind: str = "cnn-b"
     options: Mapping[str, Any] = field(default_factory=dict)
+    output: str | int | None = None
+
+    def check(self) -> None:
+        """A place in a tuple is a number in TOML."""
+        object.__setattr__(self, "output", None if self.output is None else str(self.output))
 
     @property
     def named_model(self) -> NamedModel:
         """The model as runs take it."""
-        return NamedModel(self.kind, self.options)
+        return NamedModel(self.kind, self.options, find_output_name("", self.output))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
 from coterie.exchange.mailbox import Mailbox, PostOffice
 from coterie.methods.base import Method, PeerMethod, State, map_tensors
-from coterie.models.layout import ModelSource, resolve_model
+from coterie.models.layout import ModelSource, find_output_name, resolve_model
 from coterie.rng import EVERYONE, Rng
 from coterie.runtime.loop import Loop, Undeclared
 from coterie.runtime.record import Record
@@ -99,7 +99,7 @@ class _RunFactory:
 
     def _task_of(self, federation: Federation, **more: Any) -> Task:
         settings, method = self.settings, self.method
-        model = resolve_model(self.model, federation.features, federation.outputs)
+        model = resolve_model(self.model, federation.features, federation.outputs, federation.parts)
         spec = ModelSpec(
             method.build_model(model),
             init=settings.init,
@@ -109,6 +109,7 @@ class _RunFactory:
             local_tensors=method.personal_tensors,
             owner=method.kind,
             loss=settings.custom_loss,
+            output=find_output_name(self.model, settings.output),
         )
         options = EngineOptions(engine=settings.engine, dtype=DTYPES[settings.dtype])
         work = Workload(settings.rounds, custom_optimizer=settings.local.custom_optimizer)

@@ -58,7 +58,7 @@ def check_model(
     federation = federation or tiny_federation()
     settings = replace(settings or tiny_settings(rounds=2), engine="loop", evaluate="final")
     with assert_accepted("it can be made for the data"):
-        made = resolve_model(model, federation.features, federation.outputs)
+        made = resolve_model(model, federation.features, federation.outputs, federation.parts)
         layout = Layout(make_template(made), DTYPES[settings.dtype])
         # A module is used as it is; only a factory draws weights.
         if not isinstance(made, nn.Module):

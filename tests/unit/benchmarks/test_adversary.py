@@ -173,7 +173,7 @@ def test_a_model_that_scores_otherwise_at_home_is_found(monkeypatch: pytest.Monk
 
     assert not found_by("models")
     monkeypatch.setattr(Models, "model", wrong)
-    assert "plain PyTorch" in found_by("models")
+    assert "the model taken home of client 0 has loss" in found_by("models")
 
 
 def test_a_finding_is_made_smaller(monkeypatch: pytest.MonkeyPatch):

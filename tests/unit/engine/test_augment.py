@@ -86,7 +86,6 @@ def test_only_images_are_cropped():
         run_method(FedAvg(), settings=tiny_settings(local=local))
 
 
-@pytest.mark.option("LocalTraining.augment", "none", "crop-flip")
 @pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
 def test_what_a_client_trains_on_is_its_image_or_a_crop_of_it(engine: str):
     """One sample, all weights 0: the step on the row of the true class is lr x 2/3 times what the model saw."""

@@ -11,7 +11,7 @@ from coterie.engine._augment import FunctionAugmentation
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError
 from coterie.methods.fedavg import FedAvg
-from coterie.models.layout import splitmix
+from coterie.models.draws import splitmix
 from coterie.rng import Rng
 from coterie.testing import run_grouped, run_method, tiny_federation, tiny_settings
 from coterie.testing.tiny import build_task
@@ -34,7 +34,6 @@ def erase(batch: Tensor, generator: torch.Generator) -> Tensor:
 SGD = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1, augment=disturb)
 
 
-@pytest.mark.option("LocalTraining.augment", "none", f"{HERE}:disturb")
 def test_training_is_the_same_with_every_engine_and_in_every_grouping():
     federation = tiny_federation(4, features=(1, 4, 4))
     assert SGD.augment == f"{HERE}:disturb"

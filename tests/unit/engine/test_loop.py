@@ -372,11 +372,10 @@ def test_one_value_a_channel_cannot_be_normalized_while_training():
 def test_a_tried_engine_keeps_none_of_the_hooks_of_the_trial():
     layout = Layout(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)))
     engine = make_engine("loop", layout, cross_entropy, torch.randn(2, 5), torch.tensor([0, 1]))
-    hooks = [
-        part._forward_hooks | part._forward_pre_hooks
-        for module in engine.modules
-        for part in module.modules()
-    ]
-    assert not any(hooks)
+    for module in engine.modules:
+        for part in module.modules():
+            assert not part._forward_pre_hooks
+            # What takes the output of the module stays; it is of no trial.
+            assert set(part._forward_hooks.values()) <= {layout.output}
     assert isinstance(engine, LoopEngine)
     assert engine._flat_model(torch.device("cpu")).train_module is engine.modules[0]

@@ -166,6 +166,7 @@ PLACES = {
     "engine/native/library.py": "fields of a C struct",
     "engine/native/traced.py": "fields of a C struct",
     "engine/native/trace.py": "names of PyTorch's operations",
+    "models/draws.py": "names of PyTorch's operations",
     "papers/dac.py": "a method",
 }
 WORDS = {

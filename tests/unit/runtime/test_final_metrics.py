@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -156,8 +157,22 @@ def test_the_best_round_is_that_of_the_mean_over_clients():
     ]
     table = pd.DataFrame(rows, columns=["round", "client", "value"])
     table = table.assign(split="test", model="current", metric="accuracy")
-    assert final_metrics.compute_maxima(table)["accuracy_max"].tolist() == [0.6, 0.4]
-    assert final_metrics.compute_maxima(table.assign(model="best")) == {}
+    both = np.arange(2)
+    assert final_metrics.compute_maxima(table, both)["accuracy_max"].tolist() == [0.6, 0.4]
+    assert final_metrics.compute_maxima(table.assign(model="best"), both) == {}
+
+
+def test_a_client_without_a_value_has_none():
+    """Client 1 of three was in no cohort: its mean and its best are undefined, those of the others are theirs."""
+    rows = [(0, 0, 0.2), (1, 0, 0.4), (0, 2, 0.6), (0, 1, np.nan)]
+    table = pd.DataFrame(rows, columns=["round", "client", "value"])
+    tests = table.assign(split="test", model="current", metric="accuracy")
+    best = final_metrics.compute_maxima(tests, np.arange(3))["accuracy_max"]
+    assert torch.equal(best.isnan(), torch.tensor([False, True, False]))
+    reports = table.assign(split="train", model="current", metric="m").dropna()
+    means = final_metrics.average_over_rounds(reports, ["m", "n"], np.arange(3))
+    assert list(means) == ["m"]
+    assert np.allclose(means["m"].numpy(), [0.3, np.nan, 0.6], equal_nan=True)
 
 
 @pytest.mark.option("Settings.metrics", "clusters", "maxima")

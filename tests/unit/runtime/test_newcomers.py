@@ -53,11 +53,10 @@ def settings(**changes):
 
 def run_of(kind, folder=None, data=None, **changes):
     method = METHODS[kind](**OPTIONS.get(kind, {}))
-    model = torch.nn.Linear(4, 3) if kind != "sosicfl-all" else lambda: torch.nn.Linear(4, 3)
     return simulate(
         data or federation(),
         method,
-        model=model,
+        model=lambda: torch.nn.Linear(4, 3),
         settings=settings(**changes),
         seed=3,
         folder=folder,
@@ -223,7 +222,7 @@ def test_where_the_others_train_on_peers_read_the_newcomers_and_those_each_other
     Watched.seen = []
     method = {"num_peers": 7}
     simulate(
-        federation(), METHODS["random"](**method), model=torch.nn.Linear(4, 3), seed=3,
+        federation(), METHODS["random"](**method), model=lambda: torch.nn.Linear(4, 3), seed=3,
         settings=settings(new_client_others="training", new_client_rounds=1),
     )  # fmt: skip
     learning, others = Watched.seen  # the newcomers' pass, and that of the others
@@ -264,7 +263,9 @@ def test_where_everybody_reads_everybody_a_round_leaves_one_mean():
         )  # fmt: skip
         method = METHODS["random"](num_peers=7)
         return joined(
-            simulate(federation(), method, model=torch.nn.Linear(4, 3), seed=3, settings=chosen),
+            simulate(
+                federation(), method, model=lambda: torch.nn.Linear(4, 3), seed=3, settings=chosen
+            ),
             "loss",
         )[4]
 
@@ -390,7 +391,7 @@ def test_a_run_that_is_resumed_has_the_same_bytes(kind, others, tmp_path):
     method = METHODS[kind](**OPTIONS.get(kind, {}))
     chosen = settings(rounds=4, checkpoint_seconds=0, new_client_others=others)
     both = {
-        "model": torch.nn.Linear(4, 3),
+        "model": lambda: torch.nn.Linear(4, 3),
         "settings": chosen,
         "seed": 3,
         "folder": tmp_path / "parts",

@@ -459,6 +459,7 @@ def test_a_run_is_checked_once_and_again_where_no_result_was_written(tmp_path, m
     assert told["engine"]
 
 
+@pytest.mark.option("Settings.check", True, False)
 def test_check_false_trains_what_differs(monkeypatch):
     monkeypatch.setattr(
         loops, "check_translation", lambda *_given: pytest.fail("check = false was checked")
@@ -466,6 +467,8 @@ def test_check_false_trains_what_differs(monkeypatch):
     assert coterie.simulate(
         DATA, FedAvg(), model="linear", settings=Settings(rounds=1, check=False)
     )
+    with pytest.raises(pytest.fail.Exception, match="was checked"):
+        coterie.simulate(DATA, FedAvg(), model="linear", settings=Settings(rounds=1))
 
 
 # ---------------------------------------------------------------- the plain side

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -256,3 +257,31 @@ def test_one_member_ruins_a_run_that_accepts_everything_and_not_one_that_judges(
     assert accuracy(digits, attacks=[RUINS[what]]) < unharmed - 10
     assert accuracy(digits, attacks=[RUINS[what]], acceptance=True) > unharmed - 3
     assert accuracy(digits, acceptance=True) > unharmed - 1
+
+
+@pytest.mark.parametrize("participation", [0.2, 2])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["random", "dac"])
+def test_honest_clients_that_were_in_no_cohort_have_no_share_of_attackers(
+    kind, seed, participation
+):
+    """2 of 10 clients a round, two rounds: most honest ones mix nothing, and the others have the mean of their rounds."""
+    settings = Settings(
+        rounds=2,
+        participation=participation,
+        attacks=({"kind": "sign-flip", "clients": 1},),
+        local=LocalTraining(epochs=1, batch_size=4),
+    )
+    run = simulate(
+        tiny_federation(num_clients=10),
+        METHODS[kind](),
+        model=lambda: torch.nn.Linear(4, 3),
+        seed=seed,
+        settings=settings,
+    )
+    share = run.metrics[run.metrics["metric"] == metrics.ATTACKER_WEIGHT.name]
+    by_round = share[(share["split"] == "train") & (share["round"] >= 0)]
+    final = share[share["split"] == "test"].set_index("client")["value"]
+    assert len(final) in (0, 9)  # honest clients, where any mixed at all
+    expected = by_round.groupby("client")["value"].mean().reindex(final.index)
+    assert np.allclose(final.to_numpy(float), expected.to_numpy(float), equal_nan=True)

@@ -192,6 +192,7 @@ def test_a_study_takes_own_test_sets_and_can_hold_out_instead():
     assert [len(one.x) for one in held_out.tests] == [4, 4, 4]
 
 
+@pytest.mark.option("DataConfig.test", "own")
 def test_natural_groups_of_a_dataset_take_the_test_samples_of_their_column():
     source = make_source()
     # A dataset of the Hub has such a column in both splits, and no clients of its own.

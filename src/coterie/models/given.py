@@ -1,0 +1,180 @@
+"""The module that a user gives: refused where it cannot be trained, its lazy layers materialized."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.utils.weight_norm import WeightNorm
+
+from coterie.data.source import InputPart
+from coterie.errors import ModelError
+
+RETURN_HINT = ": is a `return` missing?"
+
+
+def check_module(module: object, what: str) -> nn.Module:
+    """Return a module that rows can be made of.
+
+    Args:
+        module: what was given, or what a factory returned.
+        what: what it is, for messages.
+
+    Raises:
+        ModelError: when it is no module, or one whose tensors cannot be exchanged for others.
+    """
+    if not isinstance(module, nn.Module):
+        raise ModelError(
+            f"the model factory returned {type(module).__name__}; expected a torch.nn.Module"
+            + RETURN_HINT * (module is None)
+        )
+    for path, part in module.named_modules():
+        where = f"{what} has a layer, {path!r}, that" if path else f"{what}"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{where} is TorchScript, whose weights cannot be exchanged for those of a client; "
+                "give the module that was scripted or traced"
+            )
+        if hasattr(part, "_orig_mod"):
+            raise ModelError(
+                f"{where} was compiled by torch.compile; give the module that was compiled: engines "
+                "compile it themselves"
+            )
+        computed = _computed_tensors(part)
+        if computed:
+            raise ModelError(
+                f"{where} computes its {computed[0]!r} from other tensors in a hook "
+                "(torch.nn.utils.weight_norm, spectral_norm or prune), and cannot be copied; use "
+                "torch.nn.utils.parametrizations.weight_norm or spectral_norm, or make the pruning "
+                "permanent with prune.remove"
+            )
+    return module
+
+
+def _computed_tensors(part: nn.Module) -> list[str]:
+    """Return the attributes of a layer that hooks compute and that no deep copy can follow."""
+    named = [hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
+    # What autograd computed is no leaf: `copy.deepcopy` refuses it.
+    return named + [
+        name
+        for name, value in vars(part).items()
+        if isinstance(value, Tensor) and not value.is_leaf
+    ]
+
+
+def list_lazy_tensors(module: nn.Module) -> list[str]:
+    """Return the names of the parameters and buffers that have no shape yet."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return [name for name, tensor in tensors if isinstance(tensor, UninitializedTensorMixin)]
+
+
+def _copy_lazy_module(module: nn.Module) -> nn.Module:
+    """Return a copy of a module, some of whose tensors have no shape yet."""
+    memo: dict[int, Any] = {}
+    for buffer in module.buffers():
+        # PyTorch copies lazy parameters, and has no copy of lazy buffers (up to 2.13).
+        if isinstance(buffer, UninitializedBuffer):
+            made = UninitializedBuffer(device=buffer.device, dtype=buffer.dtype)  # type: ignore[call-arg]
+            memo[id(buffer)] = made
+    return copy.deepcopy(module, memo)
+
+
+class ModuleMaker:
+    """Makes the modules of a model: a factory, or a module whose lazy layers have no weights yet.
+
+    Args:
+        source: the factory or the module.
+        features: the shape of one input.
+        parts: the tensors that an input is made of; empty where it is one.
+    """
+
+    def __init__(
+        self,
+        source: Callable[[], nn.Module] | nn.Module,
+        features: tuple[int, ...],
+        parts: Sequence[InputPart] = (),
+    ) -> None:
+        self.source, self.features, self.parts = source, features, tuple(parts)
+
+    def __call__(self) -> nn.Module:
+        """Return a module whose tensors all have values; lazy layers draw theirs here.
+
+        Raises:
+            ModelError: when the source makes no module that can be trained.
+        """
+        if isinstance(self.source, nn.Module):
+            module = _copy_lazy_module(self.source)
+        else:
+            module = check_module(self.source(), "what the model factory returned")
+        lazy = list_lazy_tensors(module)
+        return self._materialize(module, lazy) if lazy else module
+
+    def _materialize(self, module: nn.Module, lazy: list[str]) -> nn.Module:
+        """Give lazy layers their shapes by a forward pass of zeros, in evaluation."""
+        was_training, errors = module.training, []
+        with torch.no_grad():
+            # Numbers first; embeddings take whole numbers alone.
+            for dtype in (torch.get_default_dtype(), torch.int64):
+                try:
+                    args, named = self._make_arguments(dtype)
+                    module.eval()(*args, **named)
+                    break
+                except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                    errors.append(error)
+        left = list_lazy_tensors(module)
+        if left:
+            reason = f" ({' '.join(str(errors[0]).split()):.200})" if errors else ""
+            raise ModelError(
+                f"the lazy layers of the module, such as {left[0]!r}, got no shape from a forward "
+                f"pass of inputs of shape {self.features}{reason}; run the module once on such an "
+                "input, or use layers with sizes"
+            )
+        return module.train(was_training)
+
+    def _make_arguments(self, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
+        samples = 2  # one would do, but not for every layer
+        if not self.parts:
+            return [torch.zeros(samples, *self.features, dtype=dtype)], {}
+        values = [
+            (part, torch.zeros(samples, *part.shape, dtype=torch.int64 if part.whole else dtype))
+            for part in self.parts
+        ]
+        return (
+            [value for part, value in values if not part.name],
+            {part.name: value for part, value in values if part.name},
+        )
+
+
+def redraw_weights(module: nn.Module) -> nn.Module:
+    """Return a copy of a module whose layers have drawn their weights again, in order."""
+    module = copy.deepcopy(module)
+    for _, reset in _iterate_resets(module):
+        reset()
+    return module
+
+
+def list_kept_tensors(module: nn.Module) -> list[str]:
+    """Return the trained parameters that `redraw_weights` leaves as they are."""
+    drawn = {id(t) for part, _ in _iterate_resets(module) for t in part.parameters()}
+    named = module.named_parameters()
+    return [name for name, t in named if t.requires_grad and id(t) not in drawn]
+
+
+def _iterate_resets(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[], object]]]:
+    """Give each layer that can draw its weights, and how."""
+    for part in module.modules():
+        # nn.MultiheadAttention and nn.Transformer have the second name.
+        for name in ("reset_parameters", "_reset_parameters"):
+            reset = getattr(part, name, None)
+            if callable(reset):
+                yield part, reset
+                break
+
+
+def find_equal_rows(rows: Tensor) -> bool:
+    """Return whether two rows of a few are equal."""
+    pairs = math.comb(len(rows), 2)
+    return bool(pairs) and len(rows.unique(dim=0)) < len(rows)
