@@ -1,5 +1,6 @@
 """Every method keeps the promises that every method makes."""
 
+import math
 import re
 import warnings
 from dataclasses import dataclass, replace
@@ -12,13 +13,17 @@ import torch
 from tests.selection import one_of_each_family
 from torch import Tensor, nn
 
+from coterie.data.federation import Federation
 from coterie.engine.task import Task
+from coterie.exchange.base import ExchangeWrapper, Inbox, Message, Rule
+from coterie.exchange.in_memory import InMemory
 from coterie.methods import METHODS
 from coterie.methods.base import Info, PeerMethod, Round, State, draw_peers_uniformly
 from coterie.methods.registry import resolve_class
 from coterie.rng import Rng
 from coterie.simulation.run import simulate
 from coterie.testing import check_method, run_grouped, run_method, tiny_federation, tiny_settings
+from coterie.testing.methods import _RunFactory
 
 # Settings that suit six clients, three classes and four rounds, where the defaults do not.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -305,3 +310,39 @@ def test_a_method_whose_clients_judge_each_other_depends_on_no_grouping(kind: st
     assert torch.equal(
         free.params, simulate(data, method, model="linear", settings=lenient, seed=3).params
     )
+
+
+class _Spoiled(ExchangeWrapper[InMemory]):
+    """An exchange in which the messages of client 2 hold NaN, or do not arrive."""
+
+    def __init__(self, federation: Federation, bad: float | None) -> None:
+        self.inner, self.bad = InMemory(federation.ids, federation.population), bad
+
+    def _spoil(self, message: Message) -> Message:
+        params = message.params.clone()
+        params[self.inner.active == 2, :1] = torch.nan if self.bad is None else self.bad
+        return replace(message, params=params)
+
+    def pull(self, message: Message, peers: Tensor) -> Inbox:
+        """Pull; an exchange of extras alone has no model to spoil, so that its message is lost."""
+        whole = message.params.shape[1] > 0
+        if whole and self.bad is not None:
+            return self.inner.pull(self._spoil(message), peers)
+        inbox = self.inner.pull(message, peers)
+        arrived = inbox.mask & (inbox.peers != 2)
+        return replace(inbox, mask=arrived, bytes=inbox.bytes * arrived)
+
+    def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Ask with a spoiled model."""
+        return self.inner.ask_server(self._spoil(message), rule, shared)
+
+
+@pytest.mark.parametrize("kind", sorted(METHODS))
+def test_a_model_that_is_not_finite_reaches_nobody(kind: str):
+    """The run is that in which the client's messages did not come; with a server all models stay finite."""
+    federation, method = tiny_federation(), METHODS[kind](**SETTINGS.get(kind, {}))
+    make = _RunFactory(federation, method, "linear", tiny_settings())
+    found = [make.run_to_end(_Spoiled(federation, bad)) for bad in (None, math.nan, math.inf)]
+    assert bool(torch.isfinite(found[0]).all())
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0])

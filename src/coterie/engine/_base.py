@@ -23,6 +23,7 @@ from coterie.engine.privacy import PrivateSteps, clip_factors
 from coterie.errors import CoterieError, ModelError, OutOfMemory, first_line
 from coterie.functional.losses import CrossEntropy, SquaredError
 from coterie.functional.metrics import LOSS
+from coterie.functional.scores import mark_not_finite
 from coterie.models.layout import Layout
 
 Objective = Callable[[Tensor, Tensor], Tensor]
@@ -412,14 +413,16 @@ class Engine(ABC):
         )
 
     def _sample_metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return each metric of every sample: [models, samples]."""
+        """Return each metric of every sample, NaN where an output is not finite: [models, samples]."""
         models, samples = outputs.shape[:2]
         flat = outputs.reshape(models * samples, *outputs.shape[2:])
         wanted = targets.reshape(models * samples, *targets.shape[2:])
         found = [self.objective(flat, wanted)]
         if len(self.metrics) > 1:
             found.append(self.objective.measure_samples(flat, wanted))  # type: ignore[attr-defined]
-        values = (value.to(outputs.dtype).reshape(models, samples) for value in found)
+        # the argmax of NaN is class 0, and an own loss may hide it: neither is a score
+        lost = mark_not_finite(flat)
+        values = (value.to(outputs.dtype).add(lost).reshape(models, samples) for value in found)
         return dict(zip(self.metrics, values, strict=True))
 
     def _measure_joint_loss(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from coterie.data.source import is_images, normalize_images
@@ -438,19 +438,6 @@ class EvaluationPairs:
         """Return samples of some sets as the model takes them."""
         x = self.samples.prepare_inputs(places)
         return x if self.noise is None else self.noise.add_to(x, sets, 0, places)
-
-
-def not_finite(rows: Float[Tensor, "clients params"]) -> Bool[Tensor, " clients"]:
-    """Return, on the CPU, which rows hold a NaN or an infinity.
-
-    Entries are checked only where the row's sum is not finite.
-    """
-    # A sum shows a NaN or an infinity in one pass, but may also overflow by itself.
-    lost = ~torch.isfinite(rows.sum(1)).cpu()
-    if bool(lost.any()):
-        suspect = lost.nonzero().flatten()
-        lost[suspect] = ~torch.isfinite(rows[suspect]).all(1).cpu()
-    return lost
 
 
 def first_equal_rows(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]:

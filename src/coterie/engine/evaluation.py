@@ -1,5 +1,6 @@
 """Evaluation of models on the hosted clients' data and on the test sets that serve them."""
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -259,6 +260,9 @@ class Evaluator:
                 if name == metrics.ACCURACY.name:  # numbers of right answers are whole
                     sums = sums.round()
                 values[name][rows] = (sums.sum(1) / len(test)).to(self.layout.dtype)[which]
+        # A model without finite outputs on one class has no recall of any: means over the others
+        # would hide that it diverged.
+        recall[values[metrics.LOSS.name].isnan()] = torch.nan
         return values, recall, counts
 
     def accuracy_on_all_tests(
@@ -320,6 +324,9 @@ class Evaluator:
 
     def _apply_metric(self, metric: Metric, outputs: Tensor, targets: Tensor) -> float:
         """Return a metric of one model's outputs."""
+        # The outputs of the module, since a form may keep only some of them.
+        if not bool(torch.isfinite(outputs).all()):
+            return math.nan
         given = self.loss.metric_inputs(metric, outputs, targets)
         if not metric.each:
             given = (given[0].cpu(), given[1].cpu())

@@ -10,9 +10,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie._util import pages
+from coterie._util.finite import not_finite
 from coterie.engine._base import Engine, explain_module_errors
 from coterie.engine._batches import BatchPlan, last_epoch_mean
-from coterie.engine._work import TrainingTotals, TrainingWork, not_finite
+from coterie.engine._work import TrainingTotals, TrainingWork
 from coterie.engine.optim import GRADIENT_ONLY, OptimizerState, RowOptimizer
 from coterie.errors import ConfigError
 from coterie.functional import metrics

@@ -14,10 +14,10 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from coterie._util.finite import not_finite
 from coterie.data.federation import Federation
 from coterie.engine._base import MODULE_ERRORS, Engine, metric_names
 from coterie.engine._choice import default_block, make_engine
-from coterie.engine._work import not_finite
 from coterie.engine.client_data import ClientData
 from coterie.engine.client_model import ClientModel
 from coterie.engine.evaluation import Evaluator

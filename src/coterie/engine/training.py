@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from coterie._util import pages
+from coterie._util.finite import not_finite
 from coterie.engine._augment import Augmentation, CropFlip, FunctionAugmentation
 from coterie.engine._base import MODULE_ERRORS, Engine, explain_module_errors
 from coterie.engine._batches import (
@@ -22,7 +23,7 @@ from coterie.engine._batches import (
     poisson_rate,
     smallest_batch_size,
 )
-from coterie.engine._work import TrainingTotals, TrainingWork, not_finite
+from coterie.engine._work import TrainingTotals, TrainingWork
 from coterie.engine.client_data import ClientData
 from coterie.engine.optim import LocalTraining, OptimizerState
 from coterie.engine.privacy import PrivateQuery, PrivateSteps

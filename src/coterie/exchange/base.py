@@ -11,6 +11,7 @@ Rows of parameters are where the task's models are; ids, masks, weights and othe
 on the CPU.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
@@ -20,6 +21,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from coterie._util import pages
+from coterie._util.finite import not_finite
 from coterie.errors import ExchangeError
 from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
@@ -455,6 +457,30 @@ def check_peers(
         raise ExchangeError(f"peer ids run from {low} to {high}; expected -1 to {population - 1}")
 
 
+def _find_withheld(board: Message) -> Bool[Tensor, " clients"]:
+    """Return which messages reach nobody: those with a model that is NaN or infinite anywhere.
+
+    The same holds for an extra. Nodes refuse to send them, so they do not count in one process
+    either. The last entry is of no client.
+    """
+    lost = torch.zeros(len(board) + 1, dtype=torch.bool)
+    lost[:-1] = not_finite(board.params)
+    for name, value in board.fields.items():
+        if not (value.is_floating_point() or value.is_complex()):
+            continue
+        unknown = not_finite(value)
+        # Diverged models are reported by the loop; that an extra is the reason is said here.
+        if bool((unknown & ~lost[:-1]).any()):
+            warnings.warn(
+                f"messages whose extra {name!r} holds NaN or infinity reach nobody, as between "
+                "machines; send a finite number for an unknown value, and a second extra that "
+                "says which are known",
+                stacklevel=3,
+            )
+        lost[:-1] |= unknown
+    return lost
+
+
 def make_inbox(
     board: Message,
     own: Int[Tensor, " clients"],
@@ -478,7 +504,7 @@ def make_inbox(
     place = torch.full((population + 1,), -1, dtype=torch.int64)
     place[board.ids] = torch.arange(len(board))
     index = place[peers]
-    mask = (index >= 0) & (peers >= 0)
+    mask = (index >= 0) & (peers >= 0) & ~_find_withheld(board)[index]
     return Inbox(
         table=board.params,
         # Every index is legal; the mask says which ones count.

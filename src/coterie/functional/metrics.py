@@ -144,6 +144,8 @@ class Metric(Configurable):
     ) -> Float[Tensor, " samples"]:
         """Return the value of each sample; for metrics with `each`.
 
+        It is NaN where an output of the sample is NaN or infinite.
+
         Raises:
             ConfigError: when the function returns something else.
         """
@@ -155,7 +157,7 @@ class Metric(Configurable):
                 f"for {len(outputs)} samples; expected one value a sample, as a tensor: "
                 "take the mean over all other axes, and return it"
             )
-        return found
+        return found + scores.mark_not_finite(outputs)
 
     def __call__(
         self,
@@ -169,14 +171,16 @@ class Metric(Configurable):
             targets: in that form.
 
         Returns:
-            NaN, with a warning of class `Undefined`, for a set without samples or where the
-            function warns so.
+            NaN, with a warning of class `Undefined`, for a set without samples, where an output is
+            NaN or infinite, or where the function warns so.
 
         Raises:
             ConfigError: when the function returns no number.
         """
         if not len(outputs):
             return warn_undefined(f"the {self.title}", "there are no samples")
+        if not bool(torch.isfinite(outputs).all()):
+            return warn_undefined(f"the {self.title}", "an output is not finite")
         if self.each:
             return float(self.measure_samples(outputs, targets).double().mean())
         assert self.function is not None

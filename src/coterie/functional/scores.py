@@ -53,6 +53,18 @@ def warn_undefined(metric: str, reason: str) -> float:
     return math.nan
 
 
+def mark_not_finite(outputs: Shaped[Tensor, "samples *outputs"]) -> Float[Tensor, " samples"]:
+    """Return 0 for each sample whose outputs are all finite, else NaN.
+
+    Added to a score, it makes that of a sample without finite outputs undefined and leaves others
+    as they are.
+    """
+    # NaN times 0 and infinity times 0 are NaN. Engines trace this line, so it has no branch on
+    # values.
+    zeros = outputs * 0.0
+    return zeros if zeros.dim() == 1 else zeros.flatten(1).sum(1)
+
+
 # ---------------------------------------------------------------- classes, and columns of yes or no
 
 

@@ -88,6 +88,9 @@ def compute_client_gains(
 
 
 def _reduce_gains(values: np.ndarray) -> dict[str, float]:
+    # Sorting would put a diverged client last, as one of the clients with the largest gains.
+    if not np.isfinite(values).all():
+        return dict.fromkeys(("mean", "worst_tenth", "lost"), math.nan)
     # Rounded up, so that there is at least one client.
     tenth = np.sort(values)[: math.ceil(len(values) / 10)]
     lost = float((values < 0).mean())

@@ -199,11 +199,14 @@ def _compare_with_each(
     # As numbers, so that one matrix product counts and sums over groups.
     both, groups = there[method] & there, member.T.astype(float)
     with np.errstate(invalid="ignore", divide="ignore"):
-        # 0 where one lacks the client, so that it adds nothing. NaN of a diverged client makes the
-        # means of all groups NaN, since the product below has NaN * 0 = NaN.
+        # 0 where one lacks the client, so that it adds nothing.
         better = np.where(both, table[method] - table, 0.0)
         counts = both @ groups
-        parts = better @ groups / counts, ((better > 0) & both) @ groups, counts
+        # A diverged client makes the means of its own groups unknown. It is counted apart, since
+        # in the product below NaN * 0 would be NaN in all groups.
+        lost = ~np.isfinite(better)
+        sums = np.where((lost @ groups) > 0, np.nan, np.where(lost, 0.0, better) @ groups)
+        parts = sums / counts, ((better > 0) & both) @ groups, counts
     if columns == len(member):
         return parts
     # Mean of the clusters' means; shares and counts are those of everybody.
@@ -411,6 +414,22 @@ def describe_unranked(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def describe_unknown(rows: Iterable[Mapping[str, Any]], metric: Metric, cluster: str) -> list[str]:
+    """Describe which methods are not ranked because their mean is not known.
+
+    The arguments are those of `find_leaders`.
+    """
+    lines = []
+    for row in rows:
+        known = row["mean"] is not None and math.isfinite(row["mean"])
+        if (row["metric"], row["cluster"]) == (metric.name, cluster) and not known:
+            lines.append(
+                f"{row['label']} is not ranked: in some seed a client of it has no finite "
+                f"{metric.title} (it diverged)"
+            )
+    return lines
+
+
 def describe_leaders(
     rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], metric: Metric, cluster: str = "all"
 ) -> str:
@@ -423,12 +442,16 @@ def describe_leaders(
     for pair in pairs:
         if (pair.metric, pair.cluster) == (metric.name, cluster):
             seeds = max(seeds, pair.seeds)
+    unknown = describe_unknown(rows, metric, cluster)
     if not leading:
-        if seeds != 1:
-            return ""
-        return "One seed settles nothing about other seeds: no method is shown as the best."
+        parts = [f"{line}." for line in unknown]
+        if seeds == 1:
+            parts.append(
+                "One seed settles nothing about other seeds: no method is shown as the best."
+            )
+        return " ".join(parts)
     best, *tied = leading
-    unranked = "".join(f" {line}." for line in describe_unranked(rows))
+    unranked = "".join(f" {line}." for line in [*describe_unranked(rows), *unknown])
     if not tied:
         return (
             f"{best} is the best: its difference from each other method is established.{unranked}"

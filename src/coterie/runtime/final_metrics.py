@@ -134,9 +134,12 @@ def compute_maxima(table: pd.DataFrame, clients: np.ndarray) -> dict[str, Tensor
         # A client without any value has no column in the pivot.
         history = pivot.reindex(columns=clients).to_numpy(dtype=float)
         if len(history):
-            out[largest.name] = torch.from_numpy(
-                history[np.nanmean(history, axis=1).argmax()].copy()
-            )
+            # A client without test samples never has a value. A round in which another one has
+            # none, since its model diverged, is not the best.
+            tested = history[:, ~np.isnan(history).all(axis=0)]
+            means = tested.mean(axis=1) if tested.shape[1] else np.full(len(history), -np.inf)
+            best = np.where(np.isnan(means), -np.inf, means).argmax()
+            out[largest.name] = torch.from_numpy(history[best].copy())
     return out
 
 

@@ -498,7 +498,9 @@ class Loop:
                 values[balanced] = recall.nanmean(1)
             if prior in wanted:
                 weight = (self.task.class_counts() * number).to(recall)
-                values[prior] = (weight * recall.nan_to_num()).sum(1) / weight.sum(1)
+                share = (weight * recall.nan_to_num()).sum(1) / weight.sum(1)
+                # of a model without finite outputs no recall is known
+                values[prior] = share.masked_fill(recall.isnan().all(1), torch.nan)
         self._note_undefined(values)
         if accuracy and overall in wanted and self.method.server:
             models = self.method.newcomer_model(self._make_evaluation_round(index), self.state)

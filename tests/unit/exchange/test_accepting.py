@@ -96,11 +96,14 @@ def test_what_is_no_number_is_refused_and_never_measured():
     inbox = pulled(exchange, [0.0, 0.0], [[math.nan, 0.0], [math.inf, 0.0], [1.0, 0.0]])
     assert inbox.mask[0].tolist() == [False, False, True]
     assert judge.scored == 1
-    assert bool(inbox.bytes[0].all()), "what was refused was received all the same"
-    claimed = pulled(
-        door(reputation()), [0.0, 0.0], [[1.0, 0.0]] * 3, samples=[10.0, -1.0, math.nan, 3.0]
-    )
+    assert inbox.bytes[0].tolist() == [0, 0, 16], "a model that is not finite is not sent"
+    with pytest.warns(UserWarning, match="extra 'samples' holds NaN or infinity reach nobody"):
+        claimed = pulled(
+            door(reputation()), [0.0, 0.0], [[1.0, 0.0]] * 3, samples=[10.0, -1.0, math.nan, 3.0]
+        )
     assert claimed.mask[0].tolist() == [False, False, True]
+    # What was refused was received all the same; the count that is no number was not sent.
+    assert (claimed.bytes[0] > 0).tolist() == [True, False, True]
 
 
 def test_a_far_model_counts_as_if_it_were_three_own_steps_away():
@@ -226,7 +229,8 @@ def test_before_the_first_step_nothing_is_clipped():
 def test_messages_without_models_are_checked_for_numbers_only():
     exchange = door(reputation())
     fields = {"scores": torch.tensor([[1.0], [math.nan], [2.0], [3.0]])}
-    inbox = exchange.pull(Message(torch.zeros(4, 0), fields), ALONE)
+    with pytest.warns(UserWarning, match="extra 'scores' holds NaN or infinity reach nobody"):
+        inbox = exchange.pull(Message(torch.zeros(4, 0), fields), ALONE)
     assert inbox.mask[0].tolist() == [False, True, True]
     assert not exchange.passes.any()
 

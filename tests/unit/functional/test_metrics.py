@@ -394,3 +394,36 @@ def test_stored_metrics_come_back_and_built_in_ones_are_not_stored():
     assert known["trust"] == own
     assert known["x"] == metrics.Metric("x")
     assert known["loss"] is metrics.LOSS
+
+
+def _make_set(form: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    if form == "class":
+        return torch.randn(8, 3, generator=generator), torch.arange(8) % 3
+    if form == "positions":
+        return torch.randn(8, 4, 3, generator=generator), torch.arange(32).reshape(8, 4) % 3
+    if form == "times":
+        return torch.randn(8, generator=generator), torch.stack(
+            [torch.arange(8.0), torch.ones(8)], 1
+        )
+    outputs = torch.randn(8, 3, generator=generator)
+    targets = torch.randn(8, 3, generator=generator)
+    return outputs, (targets > 0).float() if form == "labels" else targets
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "name", [name for name, one in metrics.REGISTRY.items() if one.function is not None]
+)
+def test_outputs_that_are_not_finite_have_no_score(name: str, bad: float):
+    """One entry of one of eight samples: for every metric and form that it takes."""
+    metric = metrics.REGISTRY[name]
+    for form in metric.takes:
+        outputs, targets = _make_set(form)
+        assert math.isfinite(metric(outputs, targets))
+        outputs[(3,) + (0,) * (outputs.dim() - 1)] = bad
+        with pytest.warns(metrics.Undefined, match="an output is not finite"):
+            assert math.isnan(metric(outputs, targets))
+        if metric.each:
+            lost = metric.measure_samples(outputs, targets).isnan()
+            assert lost.tolist() == [n == 3 for n in range(8)]

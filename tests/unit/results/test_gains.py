@@ -72,3 +72,9 @@ def test_a_study_without_local_has_no_gains(tmp_path, write_run, final_rows):
     assert gains.compute_study_gains(tmp_path / "s") == {
         "baseline": None, "metric": "accuracy", "confidence": 0.95, "rows": []
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_gains_with_a_diverged_client_are_not_known(bad):
+    """Sorted, it would be among those that gained most, and it would not have lost."""
+    assert all(math.isnan(v) for v in gains._reduce_gains(np.array([0.1, bad, -0.2])).values())

@@ -324,3 +324,27 @@ def test_a_summary_has_the_pairs(small):
 
 def test_a_summary_that_was_stored_before_has_none():
     assert pairs.parse_pairs({"rows": []}) == []
+
+
+def test_a_diverged_client_leaves_other_clusters_alone():
+    """Of two clusters of two clients, one client of the first has no value: the second is as without it."""
+    values = made(A=0.9, B=0.8)
+    rows, planted = study(values, [0, 0, 1, 1])
+    whole = pairs.compare_pairs(rows, planted, ACCURACY, {0: "a", 1: "b"})
+    for bad in (math.nan, math.inf):
+        rows["B"][2][0] = bad
+        found = pairs.compare_pairs(rows, planted, ACCURACY, {0: "a", 1: "b"})
+        assert one(found, "A", "B", "b") == one(whole, "A", "B", "b")
+        for cluster in ("a", "all", "clusters"):
+            assert one(found, "A", "B", cluster).difference is None
+
+
+def test_a_method_without_a_mean_is_not_ranked_and_named():
+    rows = [
+        {"method": "random", "label": label, "cluster": "all", "metric": "accuracy", "mean": mean}
+        for label, mean in (("Healthy", 0.7), ("Broken", None))
+    ]
+    assert pairs.find_leaders(rows, [], ACCURACY, "all") == []
+    assert pairs.describe_leaders(rows, [], ACCURACY) == (
+        "Broken is not ranked: in some seed a client of it has no finite accuracy (it diverged)."
+    )

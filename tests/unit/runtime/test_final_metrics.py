@@ -160,6 +160,12 @@ def test_the_best_round_is_that_of_the_mean_over_clients():
     both = np.arange(2)
     assert final_metrics.compute_maxima(table, both)["accuracy_max"].tolist() == [0.6, 0.4]
     assert final_metrics.compute_maxima(table.assign(model="best"), both) == {}
+    # In the second round the second client has no finite outputs: the mean 0.4 of the first is best.
+    table.loc[3, "value"] = math.nan
+    assert final_metrics.compute_maxima(table, both)["accuracy_max"].tolist() == [0.8, 0.0]
+    # A client that never has a value chooses nothing: 0.8 of the other.
+    table.loc[table.client == 1, "value"] = math.nan
+    assert final_metrics.compute_maxima(table, both)["accuracy_max"].tolist()[0] == 0.8
 
 
 def test_a_client_without_a_value_has_none():

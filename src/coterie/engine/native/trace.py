@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.engine._rewrites import ReplacedFunctions, normalize_batch, with_counted_batches
 from coterie.engine.precision import product_precision
+from coterie.functional.scores import mark_not_finite
 from coterie.models.draws import KeyedDraws, is_keyed, is_random
 from coterie.models.layout import Layout
 
@@ -559,10 +560,13 @@ def _judge_once(
         outputs = layout.call_module(
             layout.eval_module, {**tensors, **frozen, **values, **state.given}, x
         ).to(layout.dtype)
-        losses = objective(outputs, y)
+        # As in `Engine._sample_metrics`: outputs that are not finite have no score.
+        lost = mark_not_finite(outputs)
+        losses = objective(outputs, y) + lost
         # A program has two results: without a metric the second is the first again.
-        scored = getattr(objective, "metric", None) is not None
-        scores = objective.measure_samples(outputs, y).to(layout.dtype) if scored else losses  # type: ignore[attr-defined]
+        scores = losses
+        if getattr(objective, "metric", None) is not None:
+            scores = objective.measure_samples(outputs, y).to(layout.dtype) + lost  # type: ignore[attr-defined]
         trace = recorder.trace
         trace.outputs = [recorder.ref(losses), recorder.ref(scores)]
     return trace
