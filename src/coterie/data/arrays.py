@@ -211,8 +211,9 @@ def from_table(
         )
     if target is None and schema is None:
         raise ConfigError("target is missing; name the column to learn")
+    targets = [target] if isinstance(target, str) else list(target or ())
     settings: dict[str, Any] = {
-        "target": [target] if isinstance(target, str) else list(target or ()),
+        "target": targets,
         "client": client,
         "encode": encode,
         "features": None if features is None else list(features),

@@ -60,6 +60,11 @@ def _select(values: tuple[T, ...], rows: Int[Tensor, " chosen"]) -> tuple[T, ...
     return tuple(values[row] for row in rows.tolist()) if values else ()
 
 
+def _select_rows(values: Tensor | None, rows: Int[Tensor, " chosen"]) -> Tensor | None:
+    """Return some rows of a tensor; None where there is none."""
+    return None if values is None else values[rows]
+
+
 @dataclass(frozen=True)
 class Truth:
     """The planted clusters, for Oracle, metrics and reports only; hosted clients do not see them.
@@ -243,8 +248,8 @@ class Federation(Described):
             split=self.split[rows],
             test_of=self.test_of[rows],
             ids=self.ids[rows],
-            origin=None if self.origin is None else self.origin[rows],
-            noise=None if self.noise is None else self.noise[rows],
+            origin=_select_rows(self.origin, rows),
+            noise=_select_rows(self.noise, rows),
             client_names=_select(self.client_names, rows),
             fitted=_select(self.fitted, rows),
             truth=None,
@@ -436,6 +441,9 @@ class Federation(Described):
         tensors |= stack_fitted(self.fitted)
         for i, test in enumerate(self.tests):
             tensors |= {f"tests.{i}.x": test.x, f"tests.{i}.y": test.y}
+        truth = None
+        if self.truth is not None:
+            truth = {"names": self.truth.names, "shift": self.truth.shift}
         # safetensors stores tensors and texts only: everything else becomes one JSON text.
         meta = {
             "population": self.population,
@@ -451,9 +459,7 @@ class Federation(Described):
             **({"targets": self.targets, "notes": self.notes} if self.targets else {}),
             "tests": [test.name for test in self.tests],
             "test_noise": [test.noise for test in self.tests],
-            "truth": None
-            if self.truth is None
-            else {"names": self.truth.names, "shift": self.truth.shift},
+            "truth": truth,
         }
         path = prepare_file(path)
         # safetensors refuses tensors that share memory, such as views.

@@ -96,6 +96,11 @@ class RawSamples:
         return y.to(self.dtype) if y.is_floating_point() else y.to(torch.int64)
 
 
+def _select_rows(values: Tensor | None, rows: slice) -> Tensor | None:
+    """Return some rows of a tensor; None where there is none."""
+    return None if values is None else values[rows]
+
+
 @dataclass(frozen=True)
 class TrainingWork:
     """One local training of some clients: all that an engine needs besides models.
@@ -151,18 +156,16 @@ class TrainingWork:
             self,
             sample_indices=self.sample_indices[rows],
             batch_sizes=self.batch_sizes[rows],
-            anchor=None if self.anchor is None else self.anchor[rows],
+            anchor=_select_rows(self.anchor, rows),
             inputs={name: value[rows] for name, value in self.inputs.items()},
-            draw_keys=None if self.draw_keys is None else self.draw_keys[rows],
-            augment=None
-            if self.augment is None
-            else replace(self.augment, keys=self.augment.keys[rows]),
-            noise=None if self.noise is None else self.noise.select_clients(rows),
-            moments=None if self.moments is None else self.moments[rows],
-            steps_taken=None if self.steps_taken is None else self.steps_taken[rows],
-            rates=None if self.rates is None else self.rates[rows],
+            draw_keys=_select_rows(self.draw_keys, rows),
+            augment=self.augment and replace(self.augment, keys=self.augment.keys[rows]),
+            noise=self.noise and self.noise.select_clients(rows),
+            moments=_select_rows(self.moments, rows),
+            steps_taken=_select_rows(self.steps_taken, rows),
+            rates=_select_rows(self.rates, rows),
             seed_torch=lambda row: self.seed_torch((rows.start or 0) + row),
-            private=None if self.private is None else self.private.select_clients(rows),
+            private=self.private and self.private.select_clients(rows),
         )
 
     def single_step(self, step: int, query: int = 0) -> "TrainingWork":
@@ -183,14 +186,12 @@ class TrainingWork:
             prox=0.0,
             inputs={name: value[:, only] for name, value in self.inputs.items()},
             draw_keys=None if self.draw_keys is None else step_keys(self.draw_keys, step),
-            augment=None
-            if self.augment is None
-            else replace(self.augment, keys=self.augment.keys + step),
-            noise=None if self.noise is None else replace(self.noise, keys=self.noise.keys + step),
+            augment=self.augment and replace(self.augment, keys=self.augment.keys + step),
+            noise=self.noise and replace(self.noise, keys=self.noise.keys + step),
             moments=None,
             steps_taken=None,
             rates=None,
-            private=None if self.private is None else self.private.single_step(step, query),
+            private=self.private and self.private.single_step(step, query),
         )
 
     def split_into_samples(

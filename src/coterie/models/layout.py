@@ -137,9 +137,9 @@ class InputConversion:
             stop = start + math.prod(part.shape)
             # A part without axes is one number a sample.
             value = args[0][:, start:stop].unflatten(1, part.shape or (1,))
-            value = (value if part.shape else value.squeeze(1)).to(
-                torch.int64 if part.whole else args[0].dtype
-            )
+            if not part.shape:
+                value = value.squeeze(1)
+            value = value.to(torch.int64 if part.whole else args[0].dtype)
             start = stop
             if part.name:
                 named[part.name] = value

@@ -77,7 +77,9 @@ def describe_machine() -> tuple[str, ...]:
 def vector_bytes() -> int:
     """Return the bytes of the widest vector registers that programs use here: 64, 32 or 16."""
     defined = set(describe_machine()[-1].split())
-    return 64 if "__AVX512F__" in defined else 32 if "__AVX__" in defined else 16
+    if "__AVX512F__" in defined:
+        return 64
+    return 32 if "__AVX__" in defined else 16
 
 
 def load(text: str, flags: tuple[str, ...] = ()) -> tuple[ctypes.CDLL, float]:

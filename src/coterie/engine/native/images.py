@@ -292,11 +292,8 @@ class ImageLowering(Lowering):
                 x, w, [1, *stride], [0, *padding], [1, *dilation], transposed, groups
             )
             gx, gw, gb = self._convolved_back(g, x, w, wide, mask)
-            return [
-                None if gx is None else self._op_squeeze(gx, 2),
-                None if gw is None else self._op_squeeze(gw, 2),
-                gb,
-            ]
+            flat = [value and self._op_squeeze(value, 2) for value in (gx, gw)]
+            return [*flat, gb]
         conv = _Convolution(x, w, stride, padding, dilation, transposed, groups)
         return self._convolved_back(g, x, w, conv, mask)
 

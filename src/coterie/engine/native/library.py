@@ -118,11 +118,11 @@ def store_samples(samples: RawSamples, dtype: torch.dtype) -> StoredSamples:
         values = levels.prepare_inputs(torch.arange(256)).reshape(256, channels).T.contiguous()
     else:
         x = samples.x.to(dtype).contiguous()
-    numbers = samples.y.is_floating_point()
-    classes, targets = (
-        None if numbers else to_int64(samples.y),
-        samples.y.to(dtype).contiguous() if numbers else None,
-    )
+    classes = targets = None
+    if samples.y.is_floating_point():
+        targets = samples.y.to(dtype).contiguous()
+    else:
+        classes = to_int64(samples.y)
     store = Store(
         address_of(x),
         address_of(values),

@@ -274,12 +274,13 @@ class Lowering:
         values = [o for o in operands if isinstance(o, Value)]
         # Where one operand is a floating-point number, integers become such numbers too.
         floating = dtype.is_floating_point or any(v.dtype.is_floating_point for v in values)
-        texts = [
-            o
-            if isinstance(o, Value)
-            else self._number(o, torch.float32 if floating or isinstance(o, float) else torch.int64)
-            for o in operands
-        ]
+        texts = []
+        for operand in operands:
+            if isinstance(operand, Value):
+                texts.append(operand)
+                continue
+            fractional = floating or isinstance(operand, float)
+            texts.append(self._number(operand, torch.float32 if fractional else torch.int64))
 
         def entry(*parts: str) -> str:
             given = iter(parts)
@@ -351,7 +352,8 @@ class Lowering:
         max: Any = None,
     ) -> Value:
         # No comparison is true of a NaN, which so passes through, as in PyTorch.
-        low, high = low if low is not None else min, high if high is not None else max
+        low = min if low is None else low
+        high = max if high is None else high
         if low is not None:
             x = self._map(lambda p, q: f"chosen({p} < {q}, {q}, {p})", x, low)
         if high is not None:
@@ -598,7 +600,9 @@ class Lowering:
         return self._like(value)
 
     def _op_arange(self, *args: Any, **_options: Any) -> Value:
-        start, step = (args[0], args[2] if len(args) > 2 else 1) if len(args) > 1 else (0, 1)
+        # arange(end), arange(start, end) or arange(start, end, step)
+        start = args[0] if len(args) > 1 else 0
+        step = args[2] if len(args) > 2 else 1
         size = self._kind.shape[0]
         integers = (
             not self._kind.dtype.is_floating_point
@@ -649,11 +653,11 @@ class Lowering:
         )
 
     def _op_squeeze(self, x: Value, axes: Any = None) -> Value:
-        wanted = (
-            range(len(x.shape))
-            if axes is None
-            else [a % len(x.shape) for a in (axes if isinstance(axes, list) else [axes])]
-        )
+        if axes is None:
+            axes = list(range(len(x.shape)))
+        elif not isinstance(axes, list):
+            axes = [axes]
+        wanted = [axis % len(x.shape) for axis in axes]
         keep = [a for a, size in enumerate(x.shape) if size != 1 or a not in wanted]
         return x.moved(
             [x.shape[a] for a in keep],
@@ -1631,7 +1635,10 @@ class Lowering:
         a = self._matrix(a, last if isinstance(k, int) else last - 1)
         sm, sk = a.memory.strides[-2:]
         # The stride of a single row or column is never used; with 0, equal products share a kernel.
-        sm, sk = (0 if m == 1 else sm), (0 if k == 1 else sk)
+        if m == 1:
+            sm = 0
+        if k == 1:
+            sk = 0
         if b.leaf is None:
             b = self.program.make_contiguous(b)
         bk, bn = b.memory.strides[-2:]
