@@ -81,7 +81,8 @@ def create_authority(
         identity.sign_request(folder, request, name, address)
         _record_member(folder, name, address)
     typer.echo(
-        f"{show_path(folder)}: ca.key and organizer.key stay here; give every member ca.pem and organizer.pub"
+        f"{show_path(folder)}: ca.key and organizer.key stay here; give every member ca.pem and "
+        "organizer.pub"
     )
 
 
@@ -105,7 +106,8 @@ def create_member_key(
     check_folder(folder)
     request = identity.make_request(folder, name, address)
     typer.echo(
-        f"{show_path(folder / (name + '.key'))} stays on this machine; send {show_path(request)} to the organizer"
+        f"{show_path(folder / (name + '.key'))} stays on this machine; send {show_path(request)} "
+        "to the organizer"
     )
 
 
@@ -261,7 +263,8 @@ def write_roster(
     shape = tuple(map(int, parts))
     made = setup.write_roster(folder, study, shape, classes, server)
     typer.echo(
-        f"{show_path(folder / 'roster.toml')}, version {made.version}: send it and roster.toml.sig to "
+        f"{show_path(folder / 'roster.toml')}, version {made.version}: send it and "
+        "roster.toml.sig to "
         "all members"
     )
 

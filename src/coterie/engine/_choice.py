@@ -200,7 +200,8 @@ def make_engine(
     if unstored:
         warnings.warn(
             f"the module's forward pass changes {', '.join(map(repr, unstored))}, which is not "
-            "kept from round to round: make it a persistent buffer of floating-point numbers, or of "
+            "kept from round to round: make it a persistent buffer of floating-point numbers, or "
+            "of "
             "one whole number",
             stacklevel=3,
         )

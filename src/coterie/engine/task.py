@@ -396,7 +396,8 @@ def _check_output_is_needed(layout: Layout, x: Tensor) -> None:
             trial(x)
     if len(seen) == 2 and all(seen):
         raise ConfigError(
-            f"output is {layout.output.name!r}, which names an entry of what the module returns; it "
+            f"output is {layout.output.name!r}, which names an entry of what the module returns; "
+            "it "
             "returns a tensor, so leave output out"
         )
 

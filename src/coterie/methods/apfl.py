@@ -58,7 +58,8 @@ class Apfl(PersonalModels):
     tracks: ClassVar[int] = 2
     summary: ClassVar[str] = "each client mixes a model of its own with its copy of FedAvg's"
     references: ClassVar[tuple[str, ...]] = (
-        "Deng, Kamani, Mahdavi, Adaptive personalized federated learning, 2020, https://arxiv.org/abs/2003.13461",
+        "Deng, Kamani, Mahdavi, Adaptive personalized federated learning, 2020, "
+        "https://arxiv.org/abs/2003.13461",
     )
     reports: ClassVar[tuple[Metric, ...]] = (
         Metric(

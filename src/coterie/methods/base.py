@@ -435,7 +435,8 @@ class PeerMethod(Method):
         """
         if exchange:
             raise ConfigError(
-                f"{self.kind} makes {self.exchanges} exchanges a round, and its `publish` does not say what clients "
+                f"{self.kind} makes {self.exchanges} exchanges a round, and its `publish` does "
+                "not say what clients "
                 f"publish in exchange {exchange}"
             )
         return Message(state.params, {"samples": task.num_samples})
@@ -667,13 +668,15 @@ def check_returned_state(method: Method, name: str, found: Any, task: Task) -> S
     if not isinstance(params, Tensor) or tuple(params.shape) != shape or params.dtype != task.dtype:
         kind = str(task.dtype).removeprefix("torch.")
         raise ConfigError(
-            f"{who} a state whose params are {_describe_value(params)}; expected {kind} of shape {shape}, a row for each hosted "
+            f"{who} a state whose params are {_describe_value(params)}; expected {kind} of shape "
+            f"{shape}, a row for each hosted "
             "client"
         )
     for part, owner in (("memory", found.memory), ("shared", found.shared)):
         if owner is not None and (isinstance(owner, type) or not dataclasses.is_dataclass(owner)):
             raise ConfigError(
-                f"{who} a state whose {part} is {_describe_value(owner)}; expected a frozen dataclass of tensors"
+                f"{who} a state whose {part} is {_describe_value(owner)}; expected a frozen "
+                "dataclass of tensors"
             )
         for item in dataclasses.fields(owner) if owner is not None else ():
             value = getattr(owner, item.name)
@@ -685,7 +688,8 @@ def check_returned_state(method: Method, name: str, found: Any, task: Task) -> S
             )
             if not fits:
                 raise ConfigError(
-                    f"{who} {part}.{item.name} as {_describe_value(value)}; expected a tensor{wanted}"
+                    f"{who} {part}.{item.name} as {_describe_value(value)}; expected a "
+                    f"tensor{wanted}"
                 )
     return found
 
@@ -705,12 +709,14 @@ def check_returned_round(method: Method, name: str, found: Any, task: Task) -> t
     check_returned_state(method, name, state, task)
     if not isinstance(info, Mapping):
         raise ConfigError(
-            f"{method.kind}: {name} returned {_describe_value(info)} as its info; expected a dictionary of tensors"
+            f"{method.kind}: {name} returned {_describe_value(info)} as its info; expected a "
+            "dictionary of tensors"
         )
     for key, value in info.items():
         if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != len(task):
             raise ConfigError(
-                f"{method.kind}: {name} reported {key!r} as {_describe_value(value)}; expected a tensor with a row for each of "
+                f"{method.kind}: {name} reported {key!r} as {_describe_value(value)}; expected a "
+                "tensor with a row for each of "
                 f"the {len(task)} hosted clients"
             )
     return state, info

@@ -59,7 +59,8 @@ class Cfl(ServerMethod):
         "clusters are split in two by the cosines of updates once the mean update vanishes"
     )
     references: ClassVar[tuple[str, ...]] = (
-        "Sattler, Müller, Samek, Clustered federated learning: model-agnostic distributed multitask optimization "
+        "Sattler, Müller, Samek, Clustered federated learning: model-agnostic distributed "
+        "multitask optimization "
         "under privacy constraints, 2020, https://arxiv.org/abs/1910.01991",
     )
     eps1: NonNegativeFloat = 0.4

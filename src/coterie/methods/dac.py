@@ -382,9 +382,11 @@ class Dac(PeerMethod):
     kind: ClassVar[str] = "dac"
     summary: ClassVar[str] = "average with peers drawn by how similar they were found to be"
     references: ClassVar[tuple[str, ...]] = (
-        "Listo Zec, Ekblom, Willbo, Mogren, Girdzijauskas, Decentralized adaptive clustering of deep nets is "
+        "Listo Zec, Ekblom, Willbo, Mogren, Girdzijauskas, Decentralized adaptive clustering of "
+        "deep nets is "
         "beneficial for client collaboration, 2022, https://arxiv.org/abs/2206.08839",
-        "Listo Zec, Hagander, Ihre-Thomason, Girdzijauskas, On the effects of similarity metrics in decentralized deep "
+        "Listo Zec, Hagander, Ihre-Thomason, Girdzijauskas, On the effects of similarity metrics "
+        "in decentralized deep "
         "learning under distributional shift, 2024, https://arxiv.org/abs/2409.10720",
     )
     num_peers: PositiveInt = 5
@@ -447,7 +449,8 @@ class Dac(PeerMethod):
         """
         if exchange:
             raise ConfigError(
-                f"{self.kind} with loss_direction = 'push' is answered by peers in the round in which it asks them; "
+                f"{self.kind} with loss_direction = 'push' is answered by peers in the round in "
+                "which it asks them; "
                 "peers that act one after another have not published an answer when they are asked"
             )
         fields = {"samples": task.num_samples}

@@ -70,7 +70,8 @@ class Ditto(PersonalModels):
         "FedAvg, and a personal model for each client that stays near the global one"
     )
     references: ClassVar[tuple[str, ...]] = (
-        "Li, Hu, Beirami, Smith, Ditto: fair and robust federated learning through personalization, 2021, "
+        "Li, Hu, Beirami, Smith, Ditto: fair and robust federated learning through "
+        "personalization, 2021, "
         "https://arxiv.org/abs/2012.04221",
     )
     lam: NonNegativeFloat = 1.0

@@ -37,7 +37,8 @@ class FedAvg(OneModel):
     kind: ClassVar[str] = "fedavg"
     summary: ClassVar[str] = "a server averages the models of each round's clients"
     references: ClassVar[tuple[str, ...]] = (
-        "McMahan, Moore, Ramage, Hampson, Agüera y Arcas, Communication-efficient learning of deep networks from "
+        "McMahan, Moore, Ramage, Hampson, Agüera y Arcas, Communication-efficient learning of "
+        "deep networks from "
         "decentralized data, 2017, https://arxiv.org/abs/1602.05629",
     )
     weights: Weights = "samples"
@@ -65,7 +66,8 @@ class FedAvgM(OneModel):
     kind: ClassVar[str] = "fedavgm"
     summary: ClassVar[str] = "FedAvg with momentum on the server"
     references: ClassVar[tuple[str, ...]] = (
-        "Hsu, Qi, Brown, Measuring the effects of non-identical data distribution for federated visual "
+        "Hsu, Qi, Brown, Measuring the effects of non-identical data distribution for federated "
+        "visual "
         "classification, 2019, https://arxiv.org/abs/1909.06335",
     )
     momentum: Momentum = 0.9

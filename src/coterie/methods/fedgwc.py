@@ -88,7 +88,8 @@ class FedGwc(ServerMethod):
         "clusters of clients with a similar effect on each other's loss rewards"
     )
     references: ClassVar[tuple[str, ...]] = (
-        "Licciardi, Leo, Fanì, Caputo, Ciccone, Interaction-aware Gaussian weighting for clustered federated "
+        "Licciardi, Leo, Fanì, Caputo, Ciccone, Interaction-aware Gaussian weighting for "
+        "clustered federated "
         "learning, 2025, https://arxiv.org/abs/2502.03340",
     )
     aggregator: Literal["fedavg", "fedavgm", "fedprox", "fairavg"] = "fedavg"

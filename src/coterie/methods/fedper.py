@@ -83,7 +83,8 @@ class FedPer(OneModel):
     kind: ClassVar[str] = "fedper"
     summary: ClassVar[str] = "FedAvg of all layers but the last ones, which each client keeps"
     references: ClassVar[tuple[str, ...]] = (
-        "Arivazhagan, Aggarwal, Singh, Choudhary, Federated learning with personalization layers, 2019, "
+        "Arivazhagan, Aggarwal, Singh, Choudhary, Federated learning with personalization "
+        "layers, 2019, "
         "https://arxiv.org/abs/1912.00818",
     )
     personal_layers: NonNegativeInt = 1
@@ -124,7 +125,8 @@ class FedRep(OneModel):
     tracks: ClassVar[int] = 2
     summary: ClassVar[str] = "a shared body and each client's own head, trained in turn"
     references: ClassVar[tuple[str, ...]] = (
-        "Collins, Hassani, Mokhtari, Shakkottai, Exploiting shared representations for personalized federated "
+        "Collins, Hassani, Mokhtari, Shakkottai, Exploiting shared representations for "
+        "personalized federated "
         "learning, 2021, https://arxiv.org/abs/2102.07078",
     )
     personal_layers: NonNegativeInt = 1
@@ -177,7 +179,8 @@ class DFedAlt(Gossip):
         "gossip of bodies; each client trains its own head and its body in turn"
     )
     references: ClassVar[tuple[str, ...]] = (
-        "Shi, Liu, Sun, Lin, Shen, Wang, Tao, Towards more suitable personalization in federated learning via "
+        "Shi, Liu, Sun, Lin, Shen, Wang, Tao, Towards more suitable personalization in federated "
+        "learning via "
         "decentralized partial model training, 2023, https://arxiv.org/abs/2305.15157",
     )
     personal_layers: NonNegativeInt = 1
@@ -214,7 +217,8 @@ class FedBN(OneModel):
     kind: ClassVar[str] = "fedbn"
     summary: ClassVar[str] = "FedAvg of all layers but the normalizations, which each client keeps"
     references: ClassVar[tuple[str, ...]] = (
-        "Li, Jiang, Zhang, Kamp, Dou, FedBN: federated learning on non-IID features via local batch normalization, "
+        "Li, Jiang, Zhang, Kamp, Dou, FedBN: federated learning on non-IID features via local "
+        "batch normalization, "
         "2021, https://arxiv.org/abs/2102.07623",
     )
     weights: Weights = "samples"

@@ -54,7 +54,8 @@ class FedProx(OneModel):
         "FedAvg with a proximal term that keeps clients near the model they received"
     )
     references: ClassVar[tuple[str, ...]] = (
-        "Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, Federated optimization in heterogeneous networks, 2020, "
+        "Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith, Federated optimization in heterogeneous "
+        "networks, 2020, "
         "https://arxiv.org/abs/1812.06127",
     )
     mu: NonNegativeFloat = 0.01

@@ -50,7 +50,8 @@ class FeSem(ServerMethod):
         "several centers; clients train from the center nearest to their last model"
     )
     references: ClassVar[tuple[str, ...]] = (
-        "Long, Xie, Shen, Zhou, Wang, Jiang, Multi-center federated learning: clients clustering for better "
+        "Long, Xie, Shen, Zhou, Wang, Jiang, Multi-center federated learning: clients clustering "
+        "for better "
         "personalization, 2023, https://arxiv.org/abs/2108.08647",
     )
     clusters: PositiveInt = 3

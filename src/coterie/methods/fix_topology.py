@@ -37,7 +37,8 @@ class FixTopology(PeerMethod):
     kind: ClassVar[str] = "fix-topology"
     summary: ClassVar[str] = "average with the same few peers in every round, drawn once"
     references: ClassVar[tuple[str, ...]] = (
-        "Li, Wu, Towards effective clustered federated learning: a peer-to-peer framework with adaptive neighbor "
+        "Li, Wu, Towards effective clustered federated learning: a peer-to-peer framework with "
+        "adaptive neighbor "
         "matching, 2022, https://arxiv.org/abs/2203.12285",
     )
     num_peers: PositiveInt = 5

@@ -69,7 +69,8 @@ class Ifca(ServerMethod):
         "several models; each client trains the one with the least loss on its data"
     )
     references: ClassVar[tuple[str, ...]] = (
-        "Ghosh, Chung, Yin, Ramchandran, An efficient framework for clustered federated learning, 2020, "
+        "Ghosh, Chung, Yin, Ramchandran, An efficient framework for clustered federated "
+        "learning, 2020, "
         "https://arxiv.org/abs/2006.04088",
     )
     clusters: PositiveInt = 3

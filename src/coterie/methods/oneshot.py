@@ -32,7 +32,8 @@ class OneShot(ServerMethod):
         "FedAvg, one k-means on the clients' models, then FedAvg in each cluster"
     )
     references: ClassVar[tuple[str, ...]] = (
-        "Ghosh, Hong, Yin, Ramchandran, Robust federated learning in a heterogeneous environment, 2019, "
+        "Ghosh, Hong, Yin, Ramchandran, Robust federated learning in a heterogeneous "
+        "environment, 2019, "
         "https://arxiv.org/abs/1906.06629",
     )
     clusters: PositiveInt = 2

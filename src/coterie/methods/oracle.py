@@ -52,7 +52,8 @@ class Oracle(PeerMethod):
     kind: ClassVar[str] = "oracle"
     summary: ClassVar[str] = "average with peers of the client's planted cluster"
     references: ClassVar[tuple[str, ...]] = (
-        "Listo Zec, Ekblom, Willbo, Mogren, Girdzijauskas, Decentralized adaptive clustering of deep nets is "
+        "Listo Zec, Ekblom, Willbo, Mogren, Girdzijauskas, Decentralized adaptive clustering of "
+        "deep nets is "
         "beneficial for client collaboration, 2022, https://arxiv.org/abs/2206.08839",
     )
     needs: ClassVar[frozenset[str]] = frozenset({"truth"})
@@ -68,7 +69,8 @@ class Oracle(PeerMethod):
         clusters = rnd.task.clusters
         if clusters is None:
             raise ConfigError(
-                "oracle needs the planted cluster of each client; found none: pass `clusters` to the task"
+                "oracle needs the planted cluster of each client; found none: pass `clusters` to "
+                "the task"
             )
         # No model is needed to learn the clusters.
         message = Message(state.params[:, :0], {"cluster": clusters})

@@ -69,7 +69,8 @@ class Panm(PeerMethod):
     """
 
     references: ClassVar[tuple[str, ...]] = (
-        "Li, Wu, Towards effective clustered federated learning: a peer-to-peer framework with adaptive neighbor "
+        "Li, Wu, Towards effective clustered federated learning: a peer-to-peer framework with "
+        "adaptive neighbor "
         "matching, 2022, https://arxiv.org/abs/2203.12285",
     )
     exchanges: ClassVar[int] = 2

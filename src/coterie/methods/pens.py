@@ -51,7 +51,8 @@ class Pens(PeerMethod):
         "average with peers whose models had a low loss on the client's data more often than chance"
     )
     references: ClassVar[tuple[str, ...]] = (
-        "Onoszko, Karlsson, Mogren, Listo Zec, Decentralized federated learning of deep neural networks on non-iid "
+        "Onoszko, Karlsson, Mogren, Listo Zec, Decentralized federated learning of deep neural "
+        "networks on non-iid "
         "data, 2021, https://arxiv.org/abs/2107.08517",
     )
     num_sampled: PositiveInt = 10

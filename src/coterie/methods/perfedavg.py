@@ -43,7 +43,8 @@ class PerFedAvg(OneModel):
     kind: ClassVar[str] = "per-fedavg"
     summary: ClassVar[str] = "a shared model from which one step on the own data makes a good one"
     references: ClassVar[tuple[str, ...]] = (
-        "Fallah, Mokhtari, Ozdaglar, Personalized federated learning with theoretical guarantees: a model-agnostic "
+        "Fallah, Mokhtari, Ozdaglar, Personalized federated learning with theoretical "
+        "guarantees: a model-agnostic "
         "meta-learning approach, 2020, https://arxiv.org/abs/2002.07948",
     )
     alpha: PositiveFloat = 0.01

@@ -80,5 +80,6 @@ class Random(Gossip):
     kind: ClassVar[str] = "random"
     summary: ClassVar[str] = "average with peers drawn uniformly in every round"
     references: ClassVar[tuple[str, ...]] = (
-        "Boyd, Ghosh, Prabhakar, Shah, Randomized gossip algorithms, 2006, https://doi.org/10.1109/TIT.2006.874516",
+        "Boyd, Ghosh, Prabhakar, Shah, Randomized gossip algorithms, 2006, "
+        "https://doi.org/10.1109/TIT.2006.874516",
     )

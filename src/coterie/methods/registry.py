@@ -64,7 +64,8 @@ def find_method(kind: str, package: str = "") -> type[Method]:
     first, *others = offers[kind]
     if others:
         raise ConfigError(
-            f"method {kind!r} is offered by {' and by '.join(map(_describe_origin, offers[kind]))}; say which by its import "
+            f"method {kind!r} is offered by "
+            f"{' and by '.join(map(_describe_origin, offers[kind]))}; say which by its import "
             f"path, such as {first.value!r}"
         )
     return _import_method(first.value, f"method {kind!r} of {_describe_origin(first)}", package)

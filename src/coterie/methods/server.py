@@ -243,7 +243,8 @@ class ServerMethod(Method):
         # A subclass keeps more about each member, which cannot be extended here.
         if type(shared) is not Clusters:
             raise ConfigError(
-                f"new_client_others is 'training'; what the server of {self.kind} remembers is of the clients that it "
+                f"new_client_others is 'training'; what the server of {self.kind} remembers is "
+                "of the clients that it "
                 "knew from the start: use 'frozen'"
             )
         return replace(shared, label=extend_labels(shared, models))
@@ -263,7 +264,8 @@ class ServerMethod(Method):
             shared = self.aggregate(context, shared, message.take_rows(finite))
             if shared is None:
                 raise ConfigError(
-                    f"{self.kind}: aggregate returned None; expected the server's new state: is a `return` missing?"
+                    f"{self.kind}: aggregate returned None; expected the server's new state: is "
+                    "a `return` missing?"
                 )
         return shared, empty_reply(message)
 

@@ -142,8 +142,10 @@ class SimplexMethod(OneModel):
         """Return the first model and one region: the whole simplex."""
         if self.assignment == "labels" and not task.classes:
             raise ConfigError(
-                f"{self.kind} compares clients by how many samples of each class they have; these targets are not one "
-                "class a sample: set assignment = 'gradient' (and warmup_rounds, 1 or more), or take another method"
+                f"{self.kind} compares clients by how many samples of each class they have; "
+                "these targets are not one "
+                "class a sample: set assignment = 'gradient' (and warmup_rounds, 1 or more), or "
+                "take another method"
             )
         begin = Averaging().init_clusters(
             self.draw_first_model(task, rng)[None], task.population, task.layout
@@ -240,7 +242,8 @@ class SimplexMethod(OneModel):
         received = [slot for slot in slots if bool(inside[slot.start : slot.stop].all())]
         if not received:
             raise ConfigError(
-                f"{self.kind}: assignment = 'gradient' places clients by the updates of the endpoints, which stay at "
+                f"{self.kind}: assignment = 'gradient' places clients by the updates of the "
+                "endpoints, which stay at "
                 "home with this `shared`; set assignment = 'labels', or share them"
             )
         columns = torch.cat([torch.arange(s.start, s.stop) for s in received])
@@ -367,12 +370,14 @@ class SimplexMethod(OneModel):
     def cost(self, setting: CostSetting, phase: Phase) -> Cost:
         """Say that it depends on the model and the stage."""
         raise ConfigError(
-            f"what {self.kind} sends depends on the model and the stage; count what a run of it cost"
+            f"what {self.kind} sends depends on the model and the stage; count what a run of it "
+            "cost"
         )
 
 
 REFERENCES = (
-    "Grinwald, Wiesner, Nakajima, Federated learning over connected modes, 2024, https://arxiv.org/abs/2403.03333",
+    "Grinwald, Wiesner, Nakajima, Federated learning over connected modes, 2024, "
+    "https://arxiv.org/abs/2403.03333",
 )
 
 

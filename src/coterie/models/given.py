@@ -40,7 +40,8 @@ def check_module(module: object, what: str) -> nn.Module:
             )
         if hasattr(part, "_orig_mod"):
             raise ModelError(
-                f"{where} was compiled by torch.compile; give the module that was compiled: engines "
+                f"{where} was compiled by torch.compile; give the module that was compiled: "
+                "engines "
                 "compile it themselves"
             )
         computed = _computed_tensors(part)

@@ -75,7 +75,8 @@ def evaluate_simplex(loop: Loop, options: AnalysisOptions) -> pd.DataFrame:
     assert isinstance(method, SimplexMethod)
     if not task.classes:
         raise ConfigError(
-            "the analysis 'simplex' scores models by their accuracy; these targets are not one class a sample"
+            "the analysis 'simplex' scores models by their accuracy; these targets are not one "
+            "class a sample"
         )
     # Two clients of different regions are the least that shows whether regions differ.
     clients = list(options.clients) or _clients_of_two_regions(shared.region.tolist())

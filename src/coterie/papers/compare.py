@@ -221,7 +221,8 @@ def load_result(folder: str | Path) -> StudyResult:
         path = path.parent.parent
     if not (path / stored_runs.CONFIG).is_file():
         raise DataError(
-            f"{folder} holds no study: no {stored_runs.CONFIG}; give a folder that `coterie run` made"
+            f"{folder} holds no study: no {stored_runs.CONFIG}; give a folder that `coterie run` "
+            "made"
         )
     study = config.parse_study_text(
         stored_runs.load_study_text(path, stored_runs.CONFIG),
@@ -242,7 +243,8 @@ def load_result(folder: str | Path) -> StudyResult:
         said = "; ".join(note.removesuffix(".") for note in result.describe_gaps())
         why = f" ({said})" if said else ""
         raise DataError(
-            f"{folder} has no finished run to compare{why}; `coterie resume {folder}` goes on with it"
+            f"{folder} has no finished run to compare{why}; `coterie resume {folder}` goes on "
+            "with it"
         )
     return result
 
@@ -305,7 +307,8 @@ def restrict_to_common_seeds(results: Sequence[StudyResult]) -> tuple[list[Study
     ]
     return out, [
         *notes,
-        f"Means are over the seeds that all studies have: {format_seed_ranges(shared)}; they have: {own}.",
+        f"Means are over the seeds that all studies have: {format_seed_ranges(shared)}; they "
+        f"have: {own}.",
     ]
 
 
@@ -365,7 +368,8 @@ def compare_in_pairs(
         # A main metric always has a direction; a metric that was asked for may have none.
         if metric is not None and not entry.sign:
             raise ConfigError(
-                f"of the metric {metric!r} neither higher nor lower is better; methods cannot be compared"
+                f"of the metric {metric!r} neither higher nor lower is better; methods cannot be "
+                "compared"
             )
         own = pairs.select_pairs(
             one.pairs, metric=entry.name, cluster=cluster, baseline=baseline, share=share
@@ -433,14 +437,17 @@ def _describe_verdicts(
                 f"give the folder of one, such as {expand_sweep(one.study, to_run=False)[0].name}"
             )
             return [
-                f"{name}: methods at different points of a sweep are not compared in pairs; {points}."
+                f"{name}: methods at different points of a sweep are not compared in pairs; "
+                f"{points}."
             ]
         if not one.pairs:
             return [
-                f"{name}: its summary was stored without pairs, so nothing is said of what is established."
+                f"{name}: its summary was stored without pairs, so nothing is said of what is "
+                "established."
             ]
         return [
-            f"{name}: pairs are compared by {one.main_metric} in each cluster, by other metrics over all clients."
+            f"{name}: pairs are compared by {one.main_metric} in each cluster, by other metrics "
+            "over all clients."
         ]
     last = [
         pairs.describe_leaders(one.rows, one.pairs, metric, cluster),
@@ -448,7 +455,8 @@ def _describe_verdicts(
     ]
     if share:
         last[1] = (
-            f"Seeds split the same samples: intervals are about new samples too, corrected for training data that "
+            "Seeds split the same samples: intervals are about new samples too, corrected for "
+            "training data that "
             f"seeds share ({100 * share:g} % tested; Nadeau and Bengio, 2003)."
         )
     return [*(pairs.describe_pair(pair, metric) for pair in own), *filter(None, last)]
@@ -517,7 +525,8 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
     experiment = result.experiment
     if experiment is None:
         raise ConfigError(
-            f"the study {result.study.name!r} names no published experiment; expected `paper` in its file, one of: "
+            f"the study {result.study.name!r} names no published experiment; expected `paper` in "
+            "its file, one of: "
             f"{', '.join(sorted(numbers.EXPERIMENTS.values()))}"
         )
     published = numbers.load_published(experiment)

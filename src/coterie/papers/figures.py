@@ -264,7 +264,8 @@ def plot_similarities(
     }
     if not groups:
         raise DataError(
-            f"no method here recorded a {column} of clients whose clusters are known; run the study with "
+            f"no method here recorded a {column} of clients whose clusters are known; run the "
+            "study with "
             "--set record_similarities=true"
         )
     shown = [
@@ -398,7 +399,8 @@ def plot_neighbors(
             chance.add(graph.expected_share(group[0].planted_clusters))
     if not chance:
         raise DataError(
-            "no client here averaged with others whose clusters are known; there are no neighbors to show"
+            "no client here averaged with others whose clusters are known; there are no "
+            "neighbors to show"
         )
     for level in chance:
         panels[1].axhline(PERCENT * level, color="#777777", lw=0.7, ls=":", label="uniform draws")
@@ -431,40 +433,46 @@ PUBLISHED.update(
         "similarity-2a": _figure(
             "heatmap",
             "similarity/synthetic",
-            "How often each client read each other: inverse loss and L2 are noisier than the cosines.",
+            "How often each client read each other: inverse loss and L2 are noisier than the "
+            "cosines.",
             methods=SIMILARITIES,
         ),
         "similarity-2b": _figure("heatmap", "similarity/cifar100-pretrained", methods=SIMILARITIES),
         "similarity-3a": _figure(
             "bars",
             "similarity/synthetic",
-            "Losses with concept shift: FedSim lowers them, those of inverse loss and L2 most; inverse loss is the "
+            "Losses with concept shift: FedSim lowers them, those of inverse loss and L2 most; "
+            "inverse loss is the "
             "worst metric, the cosines come close to the oracle.",
             methods=ROWS,
         ),
         "similarity-3b": _figure(
             "samples",
             "similarity/samples",
-            "Losses by the number of training samples: inverse loss and L2 come nearer to the cosines, never to them.",
+            "Losses by the number of training samples: inverse loss and L2 come nearer to the "
+            "cosines, never to them.",
         ),
         "similarity-4a": _figure(
             "bars",
             "similarity/domain-mlp",
-            "Accuracies on MNIST with Fashion-MNIST, an MLP: a gap between random peers and the oracle; FedSim helps "
+            "Accuracies on MNIST with Fashion-MNIST, an MLP: a gap between random peers and the "
+            "oracle; FedSim helps "
             "only L2.",
             methods=ROWS,
         ),
         "similarity-4b": _figure(
             "bars",
             "similarity/domain-cnn",
-            "Accuracies on MNIST with Fashion-MNIST, a CNN: inverse loss is far below the other metrics, a cosine is "
+            "Accuracies on MNIST with Fashion-MNIST, a CNN: inverse loss is far below the other "
+            "metrics, a cosine is "
             "best.",
             methods=ROWS,
         ),
         "similarity-5a": _figure(
             "bars",
             "similarity/fmnist-covariate-4",
-            "Accuracies on rotated Fashion-MNIST: every metric is above random peers but the cosine of updates with "
+            "Accuracies on rotated Fashion-MNIST: every metric is above random peers but the "
+            "cosine of updates with "
             "FedSim.",
             methods=ROWS,
         ),
@@ -491,14 +499,17 @@ PUBLISHED.update(
         "dac-4": _figure(
             "heatmap",
             "dac/cifar10-label-40-60",
-            "How often each client read each other: DAC finds the clusters and has stripes, a few clients that many "
+            "How often each client read each other: DAC finds the clusters and has stripes, a "
+            "few clients that many "
             "read; DAC-var has no stripes; PENS is noisier.",
         ),
         "panm-2": _figure(
             "neighbors",
             "panm/ablation",
-            "An ablation of PANMGrad: the similarity of both cosines, that of the last update and that of all updates, "
-            "is called robust and effective. What its axes show is not said; here they are the accuracy, and which "
+            "An ablation of PANMGrad: the similarity of both cosines, that of the last update "
+            "and that of all updates, "
+            "is called robust and effective. What its axes show is not said; here they are the "
+            "accuracy, and which "
             "share of a client's neighbors are of its own cluster.",
             metric=ACCURACY.name,
             split="test",
@@ -506,12 +517,14 @@ PUBLISHED.update(
         "panm-3": _figure(
             "similarities",
             "panm/similarities",
-            "Distributions of similarities: high within a cluster and low between clusters, taken for two Gaussians.",
+            "Distributions of similarities: high within a cluster and low between clusters, "
+            "taken for two Gaussians.",
         ),
         "panm-4": _figure(
             "graph",
             "panm/cifar10-4",
-            "Topologies of neighbors in stage two, next to those of baselines: a color for each cluster.",
+            "Topologies of neighbors in stage two, next to those of baselines: a color for each "
+            "cluster.",
             after="stage_one_rounds",
         ),
         "panm-5-left": _figure(

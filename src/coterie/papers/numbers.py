@@ -100,11 +100,14 @@ ROLES: tuple[tuple[str, tuple[str, ...]], ...] = (
 """The papers' chain of methods: the oracle, the best that selects peers, random gossip, local."""
 
 _FOLD_OF_TINY_IMAGENET = (
-    "The column of local accuracies is an artifact of how the public code divides TinyImageNet: the last class gets "
-    "all 100 samples of the even part, so that 20 points plus 0.8 of the global accuracy are local accuracy.",
+    "The column of local accuracies is an artifact of how the public code divides TinyImageNet: "
+    "the last class gets "
+    "all 100 samples of the even part, so that 20 points plus 0.8 of the global accuracy are "
+    "local accuracy.",
 )
 _DOMAINS = (
-    "Neither the strength of the noise nor that of the blur is printed; those of the study are ours.",
+    "Neither the strength of the noise nor that of the blur is printed; those of the study are "
+    "ours.",
 )
 
 PRINTED_AGAIN: dict[str, tuple[tuple[str, str, str, str], ...]] = {
@@ -147,41 +150,55 @@ _NOTES: dict[str, tuple[str, ...]] = {
         "FedProx, 29.81 globally, is far from FedAvg's 53.78: an outlier.",
     ),
     "fedgwc/cifar100-dirichlet": (
-        "FedGWC has 4 clusters with 10 clients of each in a round: four times FedAvg's participation.",
+        "FedGWC has 4 clusters with 10 clients of each in a round: four times FedAvg's "
+        "participation.",
         "FeSEM with 5 clusters reaches the 53.4 of FedGWC.",
     ),
     "fedgwc/emnist-dirichlet": (
-        "FedAvg is 76.6 in table 1 and 76.0 in table 9; FedGWC with beta 0.5 is 76.1 and, in table 5, 76.0.",
-        "The data are EMNIST's 47 classes, divided by a Dirichlet distribution; the paper calls them FEMNIST.",
+        "FedAvg is 76.6 in table 1 and 76.0 in table 9; FedGWC with beta 0.5 is 76.1 and, in "
+        "table 5, 76.0.",
+        "The data are EMNIST's 47 classes, divided by a Dirichlet distribution; the paper calls "
+        "them FEMNIST.",
     ),
     "fedgwc/cifar10-clean-noise": (
         *_DOMAINS,
-        "FeSEM's Rand index, 0.49 ± 0.2, cannot be: two clusters of two groups of 50 have 0.4949 at least.",
+        "FeSEM's Rand index, 0.49 ± 0.2, cannot be: two clusters of two groups of 50 have 0.4949 "
+        "at least.",
     ),
     "similarity/synthetic_concept_3c": (
-        "Random, 1494.84 ± 1973: the coefficients are drawn again for every seed; an order of magnitude only.",
+        "Random, 1494.84 ± 1973: the coefficients are drawn again for every seed; an order of "
+        "magnitude only.",
     ),
     "similarity/fmnist_covariate_4c": (
         "Random, ± 0.12: the runs behind the table have 0.22.",
-        "FedSim weighs by the sampling probability, so inverse loss and cosines depend on tau there.",
+        "FedSim weighs by the sampling probability, so inverse loss and cosines depend on tau "
+        "there.",
     ),
     "dac/cifar10_covariate_70_20_5_5": (
-        "The printed deviations of DAC, DAC-var and PENS include the mean as a fifth value; the deviations over the "
+        "The printed deviations of DAC, DAC-var and PENS include the mean as a fifth value; the "
+        "deviations over the "
         "four clusters are 2.60, 2.84 and 6.67.",
-        "Random: 54.12 in the table, 54.17 in the text; Oracle: 46.79 in the table, 46.83 from its own clusters.",
+        "Random: 54.12 in the table, 54.17 in the text; Oracle: 46.79 in the table, 46.83 from "
+        "its own clusters.",
     ),
     "dac/cifar10_label_40_60": (
-        "The rows of the table lost their names in the available text; PENS and Oracle are certain, the others are in "
+        "The rows of the table lost their names in the available text; PENS and Oracle are "
+        "certain, the others are in "
         "the order of the paper's other tables.",
-        "The published Oracle row cannot come from the published code, whose index for this shift is wrong.",
+        "The published Oracle row cannot come from the published code, whose index for this "
+        "shift is wrong.",
     ),
     "panm/panm_low_budget_cifar10_4c": (
         "The bandwidth of PANMLoss with k = 2 is printed as 0.6; 0.06 is meant.",
-        "The costs of PANM count 2l models in a round that corrects the bag, those it scores; so counted they are "
-        "1118 and 1397 here, too. The neighbors that such a round averages with and has not scored are 33 and 50 more "
+        "The costs of PANM count 2l models in a round that corrects the bag, those it scores; so "
+        "counted they are "
+        "1118 and 1397 here, too. The neighbors that such a round averages with and has not "
+        "scored are 33 and 50 more "
         "(bags of the 24 others of a cluster).",
-        "PANMGrad reads an update with each model that it scores, 758 and 857 in a run: in neither number.",
-        "The bandwidth of PANM is that of stage one, (l + k) / n; a round that corrects the bag reads more.",
+        "PANMGrad reads an update with each model that it scores, 758 and 857 in a run: in "
+        "neither number.",
+        "The bandwidth of PANM is that of stage one, (l + k) / n; a round that corrects the bag "
+        "reads more.",
     ),
 }
 

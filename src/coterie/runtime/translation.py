@@ -220,9 +220,12 @@ def _require_equal(
         row = int(wrong.nonzero()[0])
         mine = owner == owner[row]
         raise TranslationError(
-            f"targets of {name(int(owner[row]))}, {where}: {_describe(ours[mine].double())} are used, "
-            f"and the data have {_describe(given[mine])}; the first of {int(wrong.sum())} that differ is "
-            f"{ours[row].flatten()[0]:g}, expected {given[row].flatten()[0]:g}: make the federation "
+            f"targets of {name(int(owner[row]))}, {where}: {_describe(ours[mine].double())} are "
+            "used, "
+            f"and the data have {_describe(given[mine])}; the first of {int(wrong.sum())} that "
+            "differ is "
+            f"{ours[row].flatten()[0]:g}, expected {given[row].flatten()[0]:g}: make the "
+            "federation "
             "again from the data"
         )
     few = slice(max(1, _MAX_INPUTS // max(1, x[:1].numel())))
@@ -662,7 +665,8 @@ class _Comparison:
         found = float((losses[: len(sizes)] * sizes[: len(losses)]).sum() / count)
         if used != count or len(losses) != 2 or not abs(found - whole) <= limit:
             raise TranslationError(
-                f"batches: an epoch of {count} samples uses {used} in {len(losses)} batches, of mean loss "
+                f"batches: an epoch of {count} samples uses {used} in {len(losses)} batches, of "
+                "mean loss "
                 f"{found:.6g}; expected each once, of mean loss {whole:.6g} as in plain PyTorch"
             )
 
@@ -697,8 +701,10 @@ class _Comparison:
             place = int(gap.amax(0).argmax())
             name = next(slot.name for slot in slots if slot.start <= place < slot.stop)
             raise TranslationError(
-                f"{steps} step{'s' * (steps > 1)} of the optimizer {local.optimizer}: {name!r} differs by "
-                f"{size:.3g} from torch.optim's, whose largest step is {scale:.3g} (rounding explains "
+                f"{steps} step{'s' * (steps > 1)} of the optimizer {local.optimizer}: {name!r} "
+                "differs by "
+                f"{size:.3g} from torch.optim's, whose largest step is {scale:.3g} (rounding "
+                "explains "
                 f"{limit:.2g}); engine {self.ours.task.engine.name}: {_ADVICE}"
             )
         self.compared["optimizer"] = size / max(scale, 1e-30)
@@ -759,7 +765,8 @@ def _find_distant_mean(
             error = float((a.var() / len(a) + b.var() / len(b)).sqrt())
             if not abs(float(a.mean() - b.mean())) <= errors * error + least:
                 return (
-                    f"{name}: the mean{what} is {float(a.mean()):.4g}, and {float(b.mean()):.4g} in plain "
+                    f"{name}: the mean{what} is {float(a.mean()):.4g}, and {float(b.mean()):.4g} "
+                    "in plain "
                     f"PyTorch ({errors:g} standard errors are {errors * error:.2g})"
                 )
     return None

@@ -613,7 +613,8 @@ def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: boo
         _check_same_settings(study, folder)
     elif not overwrite:
         raise RunExistsError(
-            f"{folder} exists; expected a new folder: start again with overwrite, or choose another "
+            f"{folder} exists; expected a new folder: start again with overwrite, or choose "
+            "another "
             "--out"
         )
 

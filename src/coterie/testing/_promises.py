@@ -62,6 +62,7 @@ def check_pure_call(function: Callable[[Any], Any], given: Any, what: str) -> An
     # The copy from before the first call: equal arguments, even if the first call changed its own.
     second = function(before)
     assert are_identical(first, second), (
-        f"{what} gave two results for the same arguments: it draws random numbers or remembers something"
+        f"{what} gave two results for the same arguments: it draws random numbers or remembers "
+        "something"
     )
     return first

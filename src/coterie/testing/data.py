@@ -52,7 +52,8 @@ def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int 
     kept = are_identical((before.train, before.test), (source.train, source.test))
     assert kept, "apply changed the dataset: copy what you change in place"
     assert first == second, (
-        "apply gave two plans for the same random streams: draw from `client_stream` alone, and make transforms dataclasses, "
+        "apply gave two plans for the same random streams: draw from `client_stream` alone, and "
+        "make transforms dataclasses, "
         "which compare by value"
     )
     x = source.train.x[:8]
@@ -125,6 +126,7 @@ def check_partition(
             "the partition changes the samples that it is given"
         )
         assert np.array_equal(first, second), (
-            "the partition gave two results for equal generators: it draws from another one or remembers something"
+            "the partition gave two results for equal generators: it draws from another one or "
+            "remembers something"
         )
     check_shift(shift, source=source, num_clients=2)

@@ -88,7 +88,8 @@ def _check_values(values: Any, number: int) -> None:
     )
     lost = (~torch.isfinite(values)).nonzero().flatten().tolist()
     assert not lost, (
-        f"the loss of sample {lost[0]} is {float(values.detach()[lost[0]])}; expected a finite number"
+        f"the loss of sample {lost[0]} is {float(values.detach()[lost[0]])}; expected a finite "
+        "number"
     )
 
 
@@ -113,8 +114,10 @@ def _check_alone(
         alone = loss(outputs[i : i + 1].clone(), targets[i : i + 1].clone())
         same = _are_close(alone, values[i : i + 1])
         assert same, (
-            f"the loss of sample {i} is {float(values[i]):.6g} among the others and {float(alone):.6g} alone: "
-            "leave the mean over samples to Coterie, or make it a subclass of Loss with whole = True"
+            f"the loss of sample {i} is {float(values[i]):.6g} among the others and "
+            f"{float(alone):.6g} alone: "
+            "leave the mean over samples to Coterie, or make it a subclass of Loss with whole = "
+            "True"
         )
 
 

@@ -240,7 +240,8 @@ def _check_arguments(make: _RunFactory) -> Float[Tensor, "clients params"]:
         assert not vain, vain[0]
         for part in ("params", "memory", "shared"):
             assert _are_equal(getattr(state, part), getattr(before, part)), (
-                f"round changed its argument state.{part}: return a new State, and copy what you change in place"
+                f"round changed its argument state.{part}: return a new State, and copy what you "
+                "change in place"
             )
         memory = loop.state.memory
         for item in dataclasses.fields(memory) if memory is not None else ():
@@ -264,7 +265,8 @@ def _check_hidden(make: _RunFactory, whole: Tensor) -> None:
     _check_equal(
         one.state.params,
         whole,
-        "a run during another run gave another result: something is kept outside the State (in the object, its class "
+        "a run during another run gave another result: something is kept outside the State (in "
+        "the object, its class "
         "or its module), or is drawn from another generator than rnd.rng",
     )
 
@@ -291,7 +293,8 @@ def _check_repeats(make: _RunFactory, whole: Tensor) -> None:
         )
         for file in ("checkpoint.safetensors", "metrics.parquet", "edges.parquet"):
             assert (once / file).read_bytes() == (parts / file).read_bytes(), (
-                f"a resumed run has another {file}: what a later round depends on is not in the State"
+                f"a resumed run has another {file}: what a later round depends on is not in the "
+                "State"
             )
     assert not torch.equal(make.run_to_end(rng=Rng(4)), whole), (
         "another seed gave the same result: no client trains, and nothing is drawn from rnd.rng"
@@ -322,8 +325,10 @@ def _check_grouping(make: _RunFactory, whole: Tensor) -> None:
         _check_equal(
             result,
             whole,
-            f"hosting {name} (server at host {server}) changes the result: a client's result depends on which other "
-            "clients are hosted with it. Even a sum over parameters does, such as (g * p).sum(1): use "
+            f"hosting {name} (server at host {server}) changes the result: a client's result "
+            "depends on which other "
+            "clients are hosted with it. Even a sum over parameters does, such as (g * "
+            "p).sum(1): use "
             "coterie.functional.sums.sum_rows",
         )
 
@@ -372,7 +377,8 @@ def _check_silence(make: _RunFactory) -> None:
     _check_equal(
         results[0],
         results[1],
-        "a peer that never answers has influence: give slots whose inbox.mask is False no weight, and remember nothing "
+        "a peer that never answers has influence: give slots whose inbox.mask is False no "
+        "weight, and remember nothing "
         "of them",
     )
 
@@ -397,7 +403,8 @@ def _check_newcomer_model(make: _RunFactory) -> None:
     _check_equal(
         newcomer_models(moved),
         models,
-        "newcomer_model depends on the model or the memory of a client, which a newcomer does not have: return a "
+        "newcomer_model depends on the model or the memory of a client, which a newcomer does "
+        "not have: return a "
         "model of the server",
     )
     _, info = loop.served_models()
@@ -407,7 +414,8 @@ def _check_newcomer_model(make: _RunFactory) -> None:
     _check_equal(
         models,
         models[first_of_cluster.to(models.device)],
-        "newcomer_model gives clients of one cluster different models: return the server's model of the cluster, and "
+        "newcomer_model gives clients of one cluster different models: return the server's model "
+        "of the cluster, and "
         "report the clusters that it finds as `label` in serving_model",
     )
 
@@ -424,7 +432,8 @@ def _check_relabeling(make: _RunFactory, whole: Tensor) -> None:
     gap = float((result - whole[order]).abs().max())
     # Sums over clients run in the order of ids: another order rounds differently.
     assert gap < 1e-9, (
-        f"relabeling the clients changes the result by {gap:.3g}: something depends on ids or on the order of rows"
+        f"relabeling the clients changes the result by {gap:.3g}: something depends on ids or on "
+        "the order of rows"
     )
 
 

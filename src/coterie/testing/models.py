@@ -64,13 +64,15 @@ def check_model(
         if not isinstance(made, nn.Module):
             first, second = (draw_initial_params(made, layout, Rng(0)) for _ in range(2))
             assert torch.equal(first, second), (
-                "made again from the same random stream it has other weights: draw them from torch's generator alone"
+                "made again from the same random stream it has other weights: draw them from "
+                "torch's generator alone"
             )
     with assert_accepted("it can be trained on the data"):
         whole = _train_models(model, federation, settings)
         again = _train_models(model, federation, settings)
     assert torch.equal(whole, again), (
-        "trained again with the same seed it is another model: it draws random numbers by itself; draw from torch's "
+        "trained again with the same seed it is another model: it draws random numbers by "
+        "itself; draw from torch's "
         "generator alone"
     )
     # One client a host: state outside the parameters would leak only between clients of one
@@ -79,7 +81,8 @@ def check_model(
         federation, Local(), [[i] for i in range(len(federation))], model=model, settings=settings
     )
     assert torch.equal(whole, alone), (
-        "trained with other clients it is another model: it keeps something outside its parameters and "
+        "trained with other clients it is another model: it keeps something outside its "
+        "parameters and "
         "floating-point buffers (register_buffer)"
     )
     said, scale = {}, float(whole.abs().max())

@@ -113,7 +113,8 @@ def check_selection(rule: str | Callable[..., Any], *, relabel: bool = True) -> 
                     lambda k: selection.select_by_rule(function, k, 3, "it"), known, "the rule"
                 )
             assert not relabel or _ignores_ids(function, known, stream), (
-                "renaming the members changes the choice: ids mean nothing; use what is known of a member"
+                "renaming the members changes the choice: ids mean nothing; use what is known of "
+                "a member"
             )
     check_method(Random(num_peers=2, selection=path), relabel=relabel)
     check_method(Dac(num_peers=2, selection=path), relabel=relabel)

@@ -121,8 +121,10 @@ def _check_private(path: Path) -> None:
     found = path.stat()
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise CompilerError(
-            f"{path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; compiled programs are loaded "
-            "only from what is yours and nobody else can write: chmod go-w it, or set COTERIE_CACHE to another folder"
+            f"{path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; "
+            "compiled programs are loaded "
+            "only from what is yours and nobody else can write: chmod go-w it, or set "
+            "COTERIE_CACHE to another folder"
         )
 
 

@@ -490,7 +490,8 @@ class ImageLowering(Lowering):
         gx = self._target(x.shape, self.dtype, order)
         windows, many = self._windows(x, g.shape, kernel, stride, padding, dilation, order)
         self.program.emit(
-            f"largest_back<{windows}>({many}, {source.memory.pointer}, {places.memory.buffer}, {_name(gx)});",
+            f"largest_back<{windows}>({many}, {source.memory.pointer}, {places.memory.buffer}, "
+            f"{_name(gx)});",
             [source.memory.buffer, places.memory.buffer],
             [_name(gx)],
         )

@@ -450,7 +450,8 @@ class Program:
         lines = [f"part{k}[{name}] += {entry};" for k, entry in enumerate(entries)]
         body = nest.summed(loop, lines, len(values), str(width))
         ends = [
-            f"for (long {name} = 0; {name} < {width}; {name}++) {t.text(nest.names)} = total{k}[{name}];"
+            f"for (long {name} = 0; {name} < {width}; {name}++) {t.text(nest.names)} = "
+            f"total{k}[{name}];"
             for k, t in enumerate(nest.leaves[: len(targets)])
         ]
         totals = " ".join(f"double total{k}[{width}] = {{}};" for k in range(len(values)))

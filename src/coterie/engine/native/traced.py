@@ -160,7 +160,8 @@ class _Function:
             # has written the gradient, to which this one is added.
             if result is None:
                 self.program.emit(
-                    f"if (!more) memset(g + {slot.start}, 0, sizeof(T) * {slot.stop - slot.start});",
+                    f"if (!more) memset(g + {slot.start}, 0, sizeof(T) * "
+                    f"{slot.stop - slot.start});",
                     [],
                     ["g"],
                 )
@@ -236,7 +237,8 @@ class _Function:
                 lines.append(buffer.place)
             else:
                 lines.append(
-                    f"{buffer.type}* const {name} = ({buffer.type}*)(batch.arena + batch.at[{number}]);"
+                    f"{buffer.type}* const {name} = ({buffer.type}*)(batch.arena + "
+                    f"batch.at[{number}]);"
                 )
         body = []
         for statement in self.program.statements:
@@ -364,11 +366,13 @@ class TracedProgram:
         start = driver.index("struct Batch {")
         stop = driver.index("};", start) + len("};\n")
         head = [
-            f"#include <cstdint>\n#define VECTOR {compiler.vector_bytes()}\ntypedef {number} T;\ntypedef {integer} I;",
+            f"#include <cstdint>\n#define VECTOR {compiler.vector_bytes()}\ntypedef {number} "
+            f"T;\ntypedef {integer} I;",
             (here / "samples.h").read_text(),
             (here / "blocks.h").read_text(),
             *self._lanes(here),
-            f"constexpr int64_t PARAMS = {layout.size}, ENTRIES = {entries}, CHANNELS = {channels}, PLANE = {plane};",
+            f"constexpr int64_t PARAMS = {layout.size}, ENTRIES = {entries}, CHANNELS = "
+            f"{channels}, PLANE = {plane};",
             f"constexpr int64_t WIDTH = {width}, TARGETS = {targets};",
             f"constexpr int INPUTS = {len(self.inputs)};",
             f"constexpr int64_t INPUT_SIZES[] = {{{sizes}}};",
