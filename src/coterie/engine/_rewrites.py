@@ -138,7 +138,7 @@ def _elementwise_max(best: Tensor, part: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Convolution:
+class _ConvolutionGeometry:
     """A two-dimensional convolution without groups, with zeros around the images.
 
     Args:
@@ -156,14 +156,14 @@ class _Convolution:
     @staticmethod
     def read(
         x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int
-    ) -> "_Convolution | None":
+    ) -> "_ConvolutionGeometry | None":
         """Return a convolution, or None for one with groups, one image or "same" padding."""
         if groups != 1 or padding == "same" or x.ndim != 4:
             return None
         kernel = (int(weight.shape[2]), int(weight.shape[3]))
         # The only other text is "valid".
         pad = (0, 0) if isinstance(padding, str) else _as_pair(padding)
-        return _Convolution(kernel, pad, _as_pair(dilation), _as_pair(stride))
+        return _ConvolutionGeometry(kernel, pad, _as_pair(dilation), _as_pair(stride))
 
     def output_sides(self, x: Tensor) -> tuple[int, int]:
         """Return the height and the width of the result."""
@@ -200,7 +200,7 @@ def convolve_unfolded(
     how many there are; the grouped convolution that PyTorch would make of them depends on it in the
     last bits. A convolution of another kind returns NotImplemented.
     """
-    kind = _Convolution.read(x, weight, stride, padding, dilation, groups)
+    kind = _ConvolutionGeometry.read(x, weight, stride, padding, dilation, groups)
     if kind is None:
         return NotImplemented
     # Samples x (channels * kernel) x places become (channels * kernel) x (samples * places), so
@@ -273,7 +273,7 @@ def convolve_windowed(
     it computes group by group, and whose last bits may differ between two calls. Where windows
     would take too much memory, and for a convolution of another kind, it is used: NotImplemented.
     """
-    kind = _Convolution.read(x, weight, stride, padding, dilation, groups)
+    kind = _ConvolutionGeometry.read(x, weight, stride, padding, dilation, groups)
     if kind is None:
         return NotImplemented
     entries = len(x) * math.prod(kind.output_sides(x)) * math.prod(weight.shape[1:])
