@@ -648,9 +648,9 @@ def _left_out(runs: Iterable[stored_runs.StoredRun], known: list[dict]) -> list[
 def _outcome(run: stored_runs.StoredRun) -> dict[str, float]:
     """Return the Rand indices and the number of the clusters that a run ended with, and its best rounds."""
     table = run.metrics
-    values = {
-        name: float(value.mean()) for name, value in final_metrics.compute_maxima(table).items()
-    }
+    best = final_metrics.compute_maxima(table, run.client_clusters.index.to_numpy())
+    # A client that was in no cohort has no value.
+    values = {name: float(value.nanmean()) for name, value in best.items()}
     labels = table.loc[(table["metric"] == "label").to_numpy()]
     if len(labels):
         last = labels.loc[(labels["round"] == labels["round"].max()).to_numpy()].sort_values(

@@ -112,8 +112,9 @@ class TableOptions(Configurable):
         Raises:
             ConfigError: when a setting names a column that the table lacks, or none is left.
         """
-        taken = set(self.target_names)
-        taken |= {one for one in (self.client, self.split_column) if one is not None}
+        # In a fixed order, so that a message names the same column every time.
+        others = [one for one in (self.client, self.split_column) if one is not None]
+        taken = list(dict.fromkeys([*self.target_names, *others]))
         chosen = list(self.features or ())
         if self.features is None:
             chosen = [name for name in names if name not in taken]
