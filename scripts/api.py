@@ -43,6 +43,7 @@ SECTIONS = {
         "from_folder",
         "from_dataset",
         "from_datasets",
+        "from_leaf",
         "Split",
         "Federation",
         "TestSet",

@@ -2,6 +2,7 @@ from coterie.data.arrays import from_arrays as from_arrays
 from coterie.data.arrays import from_dataset as from_dataset
 from coterie.data.arrays import from_datasets as from_datasets
 from coterie.data.arrays import from_folder as from_folder
+from coterie.data.arrays import from_leaf as from_leaf
 from coterie.data.arrays import from_table as from_table
 from coterie.data.build import DataConfig as DataConfig
 from coterie.data.build import Split as Split

@@ -1,10 +1,11 @@
-"""Federations from your own data: arrays, tables, PyTorch datasets and folders of images."""
+"""Federations from your own data: arrays, tables, datasets, folders of images and LEAF's layout."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from coterie._util.files import expand_home
 from coterie._util.settings import parse_settings
 from coterie.data.build import DataConfig, Split, build_from_sources
 from coterie.data.federation import Federation
@@ -18,6 +19,7 @@ from coterie.data.items import (
     read_datasets,
     split_dataset_dict,
 )
+from coterie.data.leaf import load_leaf
 from coterie.data.schema import apply_schema
 from coterie.data.source import Source
 from coterie.data.tables import Encode, Impute, TableOptions, read_table
@@ -282,6 +284,54 @@ def from_folder(
     )
     source = load_image_folder(path, settings, test=test, transform=transform, name=name)
     return _build_from_source(source, split, normalize=normalize)
+
+
+def from_leaf(
+    path: str | Path,
+    *,
+    transform: Callable[[Any], Any] | None = None,
+    clusters: Mapping[str, int] | None = None,
+    classes: int | None = None,
+    class_names: Sequence[str] = (),
+    split: Split = Split(),
+    normalize: Literal["half", "standard", "none"] = "half",
+    name: str = "",
+) -> Federation:
+    """Make a federation from a dataset in the layout of LEAF: each user is a client.
+
+    Read are `data/train/*.json` and `data/test/*.json`, each a table of "users", "num_samples" and
+    "user_data", which has "x" and "y" of each user. A target that is text is a class.
+
+    Args:
+        path: the folder of the dataset, which holds `data`, or that folder itself.
+        transform: applied to each input while it is read, as to code text or to give pixels their
+            shape; it returns numbers or a picture of Pillow, all of one shape.
+        clusters: the known cluster of each client, by client; for Oracle, metrics and reports.
+        classes: number of classes; see `from_arrays`, as for all that follows. Needed where not
+            every class occurs in training.
+        class_names: all labels, in order.
+        split: how samples are divided, and distribution shifts to add. Where there is no folder
+            `test`, each client holds out a share of its samples.
+        normalize: normalization of images.
+        name: a name for the data; that of the folder by default.
+
+    Raises:
+        DataError: when a file is laid out otherwise or says other numbers of samples than it has,
+            training and test have other users, or inputs are text.
+    """
+    train, test = load_leaf(path, transform)
+    return from_arrays(
+        train[0],
+        train[1],
+        clients=train[2],
+        test=test,
+        clusters=clusters,
+        classes=classes,
+        class_names=class_names,
+        split=split,
+        normalize=normalize,
+        name=name or expand_home(path).resolve().name,
+    )
 
 
 def from_dataset(
