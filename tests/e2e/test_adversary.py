@@ -15,6 +15,8 @@ OPEN = (
     "is NaN, and ",  # outputs that are not finite while the model is
     "the final loss of client",
     "both inputs should have same dtype",  # complex weights
+    "Expected more than 1 value per channel",  # the check takes one sample where engines have more
+    "of the optimizer torch.optim:NAdam",  # the check's own steps of an imported optimizer
 )
 """Words of findings that are known and not mended yet: take one out with the fault that it is about."""
 

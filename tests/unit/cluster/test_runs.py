@@ -108,6 +108,7 @@ def files(folder: Path) -> dict[str, bytes]:
             if path.name in ("provenance.json", "summary.json"):
                 told = json.loads(content)
                 del told["timing"]
+                told.get("check", {}).pop("seconds", None)
                 content = json.dumps(told).encode()
             found[str(path.relative_to(folder))] = content
     return found
