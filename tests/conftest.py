@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -72,6 +73,13 @@ def pytest_xdist_auto_num_workers() -> int:
     from coterie.simulation.workers import count_cores
 
     return count_cores() + 1
+
+
+@pytest.fixture(autouse=True)
+def seeded_torch() -> None:
+    """Give a test the same random modules and numbers each time, where it draws them as users do."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(20261)
 
 
 @pytest.fixture(scope="session")

@@ -42,8 +42,11 @@ COUNTER = itertools.count(1)
 
 
 def unsaid_rows(page: str, said: Sequence[str]) -> list[str]:
-    """Return the messages that a page lists, in the last table of it, and that no check said; up to numbers."""
-    *_, table = (HOW_TO / page).read_text("utf-8").split("\n\n|")
+    """Return the messages that a page's table of broken promises lists and no check said; up to numbers."""
+    text = (HOW_TO / page).read_text("utf-8")
+    [table] = re.findall(
+        r"^\| a broken promise \|.*\n\|---\|---\|\n((?:\|.*\n)+)", text, re.MULTILINE
+    )
     messages = re.findall(r"^\|[^|]*\| ([^|]*) \|$", table, re.MULTILINE)
     assert len(messages) > 2
     return [
