@@ -402,6 +402,15 @@ def match_clients(
     return torch.tensor([number_of[name] for name in found])[held]
 
 
+def write_category(value: Any) -> str:
+    """Return a category as text: 1 for 1.0 and for 1, true for True."""
+    if isinstance(value, bool | np.bool_):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)
+
+
 def to_array(value: Any, name: str) -> np.ndarray:
     """Convert a value to an array; objects that are numbers become numbers."""
     try:

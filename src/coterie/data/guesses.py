@@ -5,6 +5,7 @@ for is said at once, as nothing would fail later.
 """
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def warn_about_inputs(
     if not said:
         said = _doubt_order(x, name)
     if x.dtype == torch.float64 and max(abs(low), abs(high)) > LARGEST:
-        said = said or _doubt_size(x, name)
+        said = said or _doubt_size(x)
     if x.ndim == 2:
         said = said or _doubt_ids(x, name, columns)
     if said:
@@ -99,7 +100,24 @@ def _doubt_order(x: Tensor, name: str) -> str:
     )
 
 
-def _doubt_size(x: Tensor, name: str) -> str:
+def warn_about_columns(columns: Mapping[str, Shaped[np.ndarray, "samples entries"]]) -> None:
+    """Warn of columns of a table with whole numbers that float32 does not hold.
+
+    Args:
+        columns: the ones without scaling, by name; NaN where an entry is empty.
+    """
+    found = {}
+    for name, values in columns.items():
+        said = _doubt_size(torch.from_numpy(values), "give scale='standard'")
+        if said:
+            found[name] = said
+    if found:
+        first, said = next(iter(found.items()))
+        more = f" (and {len(found) - 1} further columns)" if len(found) > 1 else ""
+        warnings.warn(f"column {first!r}{more} {said}", stacklevel=4)
+
+
+def _doubt_size(x: Tensor, advice: str = "subtract a start and scale") -> str:
     """Describe whole numbers that float32 does not hold."""
     lost = (x.float().double() != x) & (x == x.round())
     if not bool(lost.any()):
@@ -107,7 +125,7 @@ def _doubt_size(x: Tensor, name: str) -> str:
     first = float(x[lost][0])
     return (
         f"has whole numbers such as {first:,.0f}, which becomes {np.float32(first):,.0f} as "
-        f"float32: models see no difference; subtract a start and scale, or leave them out"
+        f"float32: models see no difference; {advice}, or leave them out"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from coterie._util.files import write_atomically
 from coterie._util.names import shorten_text
+from coterie.data.coding import write_category
 from coterie.data.federation import Federation
 from coterie.data.preparation import TableColumn
 from coterie.errors import ConfigError, DataError
@@ -151,7 +152,9 @@ def _describe_column(column: TableColumn) -> str:
     """Return how a column is coded, in words; 1, 1.0 and "1" are one category."""
     if column.categories is None:
         return "numbers" + ", scaled" * column.scaled
-    return f"{'codes' if column.codes else 'one-hot'} of " + ", ".join(map(str, column.categories))
+    return f"{'codes' if column.codes else 'one-hot'} of " + ", ".join(
+        map(write_category, column.categories)
+    )
 
 
 def _cut(text: str) -> str:

@@ -13,7 +13,8 @@ from annotated_types import Ge, MinLen
 from jaxtyping import Float
 
 from coterie._util.settings import Configurable
-from coterie.data.coding import MOST, code_targets, number_clients
+from coterie.data.coding import MOST, code_targets, number_clients, write_category
+from coterie.data.guesses import warn_about_columns
 from coterie.data.preparation import FILLS, ColumnPreparation, Preparation, TableColumn
 from coterie.data.source import InputPart, Samples, Source
 from coterie.data.table_files import (
@@ -206,6 +207,8 @@ def read_table(
     kind = torch.int32 if whole else torch.float32
     if fitted:
         kind = torch.float64  # NaN stands for empty entries until clients have filled them
+    if columns.scale is None:
+        warn_about_columns({one.name: np.concatenate(one.values) for one in numbers})
     y, class_names, classes = _convert_target(tables, columns)
     samples = []
     for place, one in enumerate(tables):
@@ -377,8 +380,7 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
         if len(empty) and not column.filled:
             raise DataError(
                 f"column {column.name!r} is empty {found.locate_row(int(empty[0]))}; it was full "
-                "in training, so nothing "
-                "says what fills it: fill or drop it"
+                "in training, and impute said nothing of it: fill or drop it"
             )
         entries.append(values)
     return np.concatenate(entries, axis=1)
@@ -569,7 +571,7 @@ def _choose_fill(
     values: Sequence[Float[np.ndarray, "samples 1"]],
     impute: str | float | None,
 ) -> str | float | None:
-    """Return what fills the empty entries of a column; None where there are none.
+    """Return what fills the empty entries of a column: in these tables, and in later ones.
 
     Raises:
         DataError: when there are some, and nothing was chosen.
@@ -587,9 +589,7 @@ def _choose_fill(
                 f"{table.locate_row(int(empty[0]))}); "
                 f"fill or drop them, or choose what fills them: impute = {kinds}"
             )
-        if len(empty):
-            return impute
-    return None
+    return impute
 
 
 def _encode_categories(
@@ -639,24 +639,15 @@ def _sort_categories(values: Sequence[Sequence[Any]]) -> list[Any]:
     """Return the values of all tables, sorted; as text where only some of them are."""
     found = [one for own in values for one in own if one is not None]
     if len({isinstance(one, str) for one in found}) > 1:
-        found = [_write_category(one) for one in found]
+        found = [write_category(one) for one in found]
     return sorted(set(found))
-
-
-def _write_category(value: Any) -> str:
-    """Return a category as text: 1 for 1.0 and for 1, true for True."""
-    if isinstance(value, bool | np.bool_):
-        return str(value).lower()
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return str(value)
 
 
 class _CategoryPlaces:
     """The place of each category, however a later table writes it: 1, 1.0 or "1"."""
 
     def __init__(self, known: Sequence[Any], name: str) -> None:
-        self.places = {_write_category(one): place for place, one in enumerate(known)}
+        self.places = {write_category(one): place for place, one in enumerate(known)}
         if len(self.places) < len(known):
             raise ConfigError(
                 f"categories of {name!r} is {list(known)[:20]}; expected values that differ as text"
@@ -665,13 +656,13 @@ class _CategoryPlaces:
 
     def __call__(self, value: Any) -> int:
         """Return the place of a value; -1 where it is no category."""
-        place = self.places.get(str(value), self.places.get(_write_category(value), -1))
+        place = self.places.get(str(value), self.places.get(write_category(value), -1))
         if place >= 0 or self.are_text or not isinstance(value, str):
             return place
         # Categories that are numbers, or true and false, and a file of text.
         folded = value.strip().casefold()
         try:
-            return self.places.get(folded, self.places.get(_write_category(float(folded)), -1))
+            return self.places.get(folded, self.places.get(write_category(float(folded)), -1))
         except ValueError:
             return -1
 

@@ -169,6 +169,19 @@ def test_a_wide_table_is_coded_in_few_words():
     assert read_schema(other).list_coding() != coding
 
 
+@pytest.mark.parametrize(
+    ("other", "equal"),
+    [([1.0, 2.0], True), (["1", "2"], True), ([2, 1], False), ([1, 2.5, 2], False)],
+)
+def test_nodes_code_alike_however_each_writes_its_categories(other, equal):
+    rows = pd.DataFrame({"grade": [1, 2] * 6, "site": "a", "ill": [0, 1] * 6})
+    coding = []
+    for categories in ([1, 2], other):
+        made = from_table(rows, target="ill", client="site", categories={"grade": categories})
+        coding.append(read_schema(made).list_coding())
+    assert (coding[0] == coding[1]) is equal
+
+
 def test_predictions_follow_names_of_columns_and_not_their_order():
     """A frame given as arrays keeps its names: a table, a frame in another order and an array give the same."""
     x = pd.DataFrame({"a": np.arange(12.0), "b": np.arange(12.0) ** 2})

@@ -1,6 +1,7 @@
 """Tables of pandas, polars and arrow, and files: what becomes of each kind of column."""
 
 import datetime
+import re
 from dataclasses import astuple
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from coterie import Split, from_table
 from coterie._util.settings import parse_settings
 from coterie.data.federation import parse_columns
+from coterie.data.inputs import InputForm
 from coterie.data.source import InputPart
 from coterie.data.tables import TableOptions, read_inputs, read_table
 from coterie.errors import ConfigError, DataError
@@ -213,6 +215,51 @@ def test_a_client_that_never_saw_a_column_fills_it_with_zero_and_is_named():
     with pytest.warns(UserWarning, match="1 of 2 clients .* client 'a', column 'age'.*becomes 0"):
         made = from_table(table, target="y", client="site", impute="mean")
     assert set(made.x[0].flatten().tolist()) == {0.0}
+
+
+@pytest.mark.parametrize("impute", ["mean", {"age": "mean", "color": "blue"}])
+def test_a_column_that_was_full_is_filled_later_as_impute_says(impute):
+    """Training does not change; each client fills with the mean age of its own training rows."""
+    made = from_table(patients(30), target="ill", client="site", impute=impute)
+    plain = from_table(patients(30), target="ill", client="site")
+    assert torch.equal(made.x, plain.x)
+    later = pd.DataFrame({"age": [NAN, 4.0], "color": ["blue", None], "smokes": [True, False]})
+    form = InputForm.from_federation(made)
+    for client in range(3):
+        train = plain.x[client][plain.split[client] == 0]
+        blue = int(train[:, 1].mean() >= 0.5) if impute == "mean" else 1
+        found = form.prepare_inputs(later, made.fitted[client])
+        mean = train[:, 0].double().mean().item()
+        assert found[0].tolist() == pytest.approx([mean, 1, 0, 1])
+        assert found[1].tolist() == [4, blue, 1 - blue, 0]
+    named = from_table(patients(30), target="ill", client="site", impute={"age": 7})
+    with pytest.raises(DataError, match="'color' is empty in row 1; it was full in training, and"):
+        InputForm.from_federation(named).prepare_inputs(later, named.fitted[0])
+
+
+def test_whole_numbers_that_float32_does_not_hold_are_said_unless_they_are_scaled():
+    """2^24 + 1 is the first: float32 reads it as 2^24; so is every odd number after it."""
+    large = patients().assign(income=np.arange(12) + 2**24 - 11, age=[NAN, *range(11)])
+    settings = {"target": "ill", "client": "site", "impute": "mean"}
+    line = (
+        "column 'income' has whole numbers such as 16,777,217, which becomes 16,777,216 as float32: "
+        "models see no difference; give scale='standard', or leave them out"
+    )
+    fits = large.assign(income=large["income"] - 1)
+    read_table(fits, parse_settings(TableOptions, settings, ""))
+    assert from_table(large, **settings, scale="standard").x.dtype == torch.float32
+    large["income"] += 1
+    with pytest.warns(UserWarning, match=f"^{re.escape(line)}$") as said:
+        from_table(large, **settings)
+    assert len(said) == 1
+    with pytest.warns(
+        UserWarning, match=r"column 'age' \(and 1 further columns\) has whole"
+    ) as said:
+        from_table(large.assign(age=large["age"] + 2.0**25), **settings)
+    assert len(said) == 1
+    # A table for testing is read into the same columns.
+    with pytest.warns(UserWarning, match=r"column 'income' has whole numbers such as 16,777,217"):
+        from_table(fits, test=large.drop(columns="site"), **settings)
 
 
 def test_from_three_to_thousands_of_rows_a_client():
