@@ -13,6 +13,7 @@ from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
 from coterie.methods.fedgwc import FedGwc
 from coterie.methods.fedprox import FedProx
 from coterie.methods.fesem import FeSem
+from coterie.methods.pfedme import PFedMe
 from coterie.methods.server import ServerContext, ServerMethod
 from coterie.models.layout import Layout
 from coterie.papers.fedgwc import PublishedFedGwc
@@ -89,6 +90,35 @@ def test_momentum_can_look_ahead(method):
     velocity = first / 2 + second
     assert averaged(method(**ahead)) == pytest.approx(model)
     assert averaged(method(**ahead), rounds=2) == pytest.approx(model - (second + velocity / 2) / 5)
+
+
+@pytest.mark.parametrize(
+    ("method", "weight"),
+    [
+        (FedAvgM(momentum=0.9), -0.425),
+        (FedGwc(aggregator="fedavgm", momentum=0.9), -0.425),
+        (PFedMe(beta=3.0, weights="samples"), 3.25),
+    ],
+    ids=lambda one: getattr(one, "kind", ""),
+)
+def test_servers_that_go_beyond_the_mean_take_the_mean_of_running_statistics(method, weight):
+    """Two clients return 0.1 and 0.3 in each entry, with 1 and 3 samples: their mean is 0.25.
+
+    From 1, d = 0.75 and the weight becomes 0.25; then d = 0 and v = 0.9 x 0.75 moves it by 0.675.
+    With a step of 3 it becomes 1 - 2.25, and d = -1.5 moves it to -1.25 + 4.5. A running variance
+    that moved likewise would be below 0 with finite weights, and all outputs NaN.
+    """
+    layout = Layout(nn.BatchNorm1d(1), torch.float64)
+    start = torch.ones(1, layout.size, dtype=torch.float64)
+    shared = method.averaging.init_clusters(start, 2, layout)
+    returned = torch.tensor([[0.1], [0.3]], dtype=torch.float64).expand(2, layout.size)
+    message = Message(returned, {"samples": torch.tensor([1.0, 3.0])}, torch.arange(2))
+    for _ in range(2):
+        shared = method.averaging.update_models(shared, message, torch.zeros(2).long(), 1)
+    trained, statistics = shared.models[0].split([2, layout.size - 2])
+    assert trained.tolist() == pytest.approx([weight] * 2)
+    assert statistics.tolist() == pytest.approx([0.25] * len(statistics))
+    assert len(statistics) >= 2
 
 
 def test_a_center_to_which_too_few_models_came_back_stays():
