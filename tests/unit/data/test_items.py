@@ -93,6 +93,17 @@ def test_a_random_target_and_a_random_transform_are_said():
                       transform=lambda x: x + g.standard_normal())  # fmt: skip
 
 
+def test_a_transform_of_some_classes_alone_is_noticed():
+    """The last 10 of 40 items are random: 16 items, evenly over all, are read again."""
+
+    class Late(Flipped):
+        def __getitem__(self, place: int):
+            return super().__getitem__(place) if place >= 30 else (self.x[place], place % 2)
+
+    with pytest.warns(UserWarning, match=r"the input of item 3\d differs when it is read again: "):
+        from_dataset(Late(noisy=True), num_clients=2)
+
+
 def test_a_dataset_that_stays_the_same_is_not_called_random():
     # Warnings are errors here. NaN is unequal to itself, and is refused for what it is.
     from_datasets([Items([(torch.tensor([place + 0.5, 1.0]), place % 2) for place in range(50)])])
