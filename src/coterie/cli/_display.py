@@ -67,7 +67,7 @@ def show_progress(
     """Show the progress of a study's runs during the block.
 
     Args:
-        studies: the studies that run one after another, with the same methods.
+        studies: the studies that run, with the same methods.
         console: where to write.
         quiet: show nothing.
 
@@ -88,13 +88,7 @@ def _announce_start(console: Console, observer: RunObserver) -> Observer:
     announced: set[str] = set()
 
     def observe(step: Step | Note | FoundRuns | FoundTable) -> None:
-        # The studies of a sweep have one table.
-        if isinstance(step, FoundTable):
-            if str(step) not in announced:
-                console.print(str(step), highlight=False, markup=False, soft_wrap=True)
-            announced.add(str(step))
-            return
-        if isinstance(step, FoundRuns):
+        if isinstance(step, FoundRuns | FoundTable):
             console.print(str(step), highlight=False, markup=False, soft_wrap=True)
             return
         # A study can use several engines: its methods differ in their models.
@@ -118,7 +112,7 @@ def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Run
     # Transient: the bars vanish at the end, and the tables take their place.
     with Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
-        latest: dict[tuple[str, int], int] = {}
+        latest: dict[str, int] = {}
         for entry in studies[0].methods:
             # One more for the warm-up, round -1.
             rounds = sum(
@@ -134,17 +128,14 @@ def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Run
             as done.
             """
             if isinstance(step, Note):
-                bars.console.print(_format_note(step), highlight=False, markup=False)
+                bars.console.print(str(step), highlight=False, markup=False)
                 # A column of 16 letters has room for one word.
                 bars.update(tasks[step.label], value=f"{step.text.partition(' ')[0]} ...")
                 return
             # -2: one before the warm-up, so that the first report of a resumed run counts the
             # rounds before it.
-            before = latest.get((step.label, step.seed), -2)
-            # A round number that falls begins a new run of the same label and seed, at the next
-            # point of a sweep.
-            advance = step.round - before if step.round > before else step.round + 2
-            latest[step.label, step.seed] = step.round
+            advance = step.round - latest.get(step.run_name, -2)
+            latest[step.run_name] = step.round
             bars.update(tasks[step.label], advance=advance, value=_format_score(step))
 
         yield observe
@@ -158,23 +149,16 @@ def _make_line_observer(console: Console, every: float = SECONDS) -> RunObserver
     def observe(step: Step | Note) -> None:
         nonlocal shown
         if isinstance(step, Note):
-            console.print(_format_note(step), highlight=False, markup=False)
+            console.print(str(step), highlight=False, markup=False)
             return
         now, number = time.monotonic(), step.round + 1
         if number == step.rounds or now - shown >= every:
             shown = now
-            parts = (
-                f"{step.label}, seed {step.seed}: round {number}/{step.rounds}",
-                _format_score(step),
-            )
+            parts = f"{step.run_name}: round {number}/{step.rounds}", _format_score(step)
             text = ", ".join(filter(None, parts))
             console.print(f"{text} ({now - started:.0f} s)", highlight=False, markup=False)
 
     return observe
-
-
-def _format_note(note: Note) -> str:
-    return f"{note.label}, seed {note.seed}: {note.text} ..."
 
 
 def _format_score(step: Step) -> str:

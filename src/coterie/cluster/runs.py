@@ -298,7 +298,8 @@ def _find_modules(work: Any) -> set[str]:
     inputs = getattr(work, "inputs", None)
     # A plain function has no attributes of its own.
     held = [getattr(holder, "__dict__", {}) for holder in (work, inputs)]
-    for value in [value for attributes in held for value in attributes.values()]:
+    values = [value for attributes in held for value in attributes.values()]
+    for value in [*values, *getattr(work, "studies", {}).values()]:
         if isinstance(value, config.StudyConfig):
             names |= packing.find_named_modules(config.make_study_table(value))
         elif callable(value):

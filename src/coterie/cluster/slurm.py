@@ -410,5 +410,6 @@ def _report_progress(
             nothing,
             nothing,
             0.0,
+            point=getattr(run, "point", ""),
         )
     )

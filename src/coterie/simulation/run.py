@@ -54,7 +54,7 @@ class Progress:
 
     `score` is the mean over clients of the validation metric that goes with the loss, and `metric`
     its name; NaN where there is none. `reported` has means over clients of what the method
-    reported; `engine` says which engine trains, and why.
+    reported; `engine` says which engine trains, and why; `point` is that of a sweep.
     """
 
     label: str
@@ -67,6 +67,12 @@ class Progress:
     reported: Mapping[str, float] = field(default_factory=dict)
     engine: str = ""
     metric: str = ACCURACY.name
+    point: str = ""
+
+    @property
+    def run_name(self) -> str:
+        """The name of the run, such as "DAC, seed 0"."""
+        return name_run(self.label, self.seed, self.point)
 
     @property
     def accuracy(self) -> float:
@@ -81,6 +87,10 @@ class Note:
     label: str
     seed: int
     text: str
+    point: str = ""
+
+    def __str__(self) -> str:
+        return f"{name_run(self.label, self.seed, self.point)}: {self.text} ..."
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,11 @@ class FilesSaved:
     """A run of a study has written its files: a checkpoint, or its results."""
 
     folder: Path
+
+
+def name_run(label: str, seed: int, point: str = "") -> str:
+    """Return the name of a run in messages: its method, its seed, and its point of a sweep."""
+    return f"{label}, seed {seed}" + f", {point}" * bool(point)
 
 
 Observer = Callable[[Progress], None]

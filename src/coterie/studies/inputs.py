@@ -1,5 +1,6 @@
 """The data and the model of a study's runs: those of its settings, or those given from Python."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,11 +32,18 @@ class StudyInputs:
     data_dir: str | Path | None = None
     federation: FederationSource | None = None
     model: ModelSource | None = None
-    _last: tuple[int, Federation] | None = field(default=None, init=False, repr=False)
+    # The last federation by its settings and seed, shared with those of `select_study`.
+    _last: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the last federation out: a worker process makes its own, or gets it with a job."""
-        return {**self.__dict__, "_last": None}
+        return {**self.__dict__, "_last": {}}
+
+    def select_study(self, study: StudyConfig) -> "StudyInputs":
+        """Return the inputs of another study of the same plan."""
+        found = copy.copy(self)
+        found.study, found._last = study, self._last
+        return found
 
     def make_federation(self, seed: int) -> Federation:
         """Return the federation of a seed. The last one is stored, since jobs come seed by seed.
@@ -46,7 +54,9 @@ class StudyInputs:
         if isinstance(self.federation, Federation):
             return self.federation
         # At most one federation is stored: several may not fit into memory.
-        if self._last is None or self._last[0] != seed:
+        key = None if self.federation is not None else self.study.data, seed
+        if self._last.get("key") != key:
+            self._last.clear()
             if self.federation is not None:
                 found = self.federation(seed)
             elif self.study.data.dataset == OWN:
@@ -56,8 +66,8 @@ class StudyInputs:
                 )
             else:
                 found = build_federation(self.study.data, seed, self.data_dir)
-            self._last = seed, found
-        return self._last[1]
+            self._last.update(key=key, federation=found)
+        return self._last["federation"]
 
     @property
     def model_source(self) -> ModelSource:

@@ -53,6 +53,7 @@ from coterie.simulation.run import (
     Observer,
     Progress,
     check_run,
+    name_run,
     reopen_loop,
     simulate,
 )
@@ -70,13 +71,14 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a study: a method and a seed."""
+    """One run of a plan: a method and a seed, and the point of a sweep ("num_clients=8")."""
 
     label: str
     seed: int
+    point: str = ""
 
     def __str__(self) -> str:
-        return f"{self.label}, seed {self.seed}"
+        return name_run(self.label, self.seed, self.point)
 
 
 @dataclass(frozen=True)
@@ -95,10 +97,10 @@ class FoundTable:
 
 @dataclass(frozen=True)
 class FoundRuns:
-    """What of a study was there before its first run began.
+    """What of a plan was there before its first run began.
 
     Args:
-        total: runs of the study.
+        total: runs of the plan: of a study, or of all points of a sweep.
         finished: runs that are finished, the taken ones included.
         taken: for each study that has equal runs, how many were taken from it.
     """
@@ -170,40 +172,51 @@ class _JobWithData:
 
 
 @dataclass(frozen=True)
-class _StudyWork:
-    """What a worker needs to do any job of a study; a call does one."""
+class _PlanWork:
+    """What a worker needs to do any run of a plan; a call does one.
 
-    config: StudyConfig
+    Args:
+        folder: of the plan: that of its study, or of the sweep whose points are studies.
+        studies: the study of each point; of "" where the plan is one study.
+        inputs: the data and the model.
+        run: does one run.
+    """
+
     folder: Path
+    studies: Mapping[str, StudyConfig]
     inputs: StudyInputs
     run: Callable[..., object] = simulate
 
     def __call__(self, given: _JobWithData, emit: Callable[[object], None]) -> bool:
         """Do a job unless another process has it; return whether this process did it."""
-        job, folder = given.job, run_folder(self.folder, given.job)
-        entry = self.config.scale_method(job.label)
+        job, folder, study = given.job, self.job_folder(given), self.studies[given.job.point]
+        entry, inputs = study.scale_method(job.label), self.inputs.select_study(study)
+
+        def report(message: Progress | Note) -> None:
+            emit(replace(message, point=job.point))
+
         try:
             with claim_folder(folder):
                 if _is_complete(folder):  # another process has done it since it was listed
                     return False
                 (folder / FAILURE_FILE).unlink(missing_ok=True)
-                own = self.config.select_run(job.label, job.seed)
+                own = study.select_run(job.label, job.seed)
                 # Under the claim: nothing changes between this check and the new configuration.
-                _check_same_settings(own, self.folder)
+                _check_same_settings(own, self.folder / job.point)
                 manifest.replace_files(folder, {CONFIG: config.format_study(own).encode()})
                 # A copy on another machine has the configuration before the first checkpoint.
                 emit(FilesSaved(folder))
                 self.run(
-                    given.federation or self.inputs.make_federation(job.seed),
+                    given.federation or inputs.make_federation(job.seed),
                     entry.method,
-                    model=self.inputs.model_source,
+                    model=inputs.model_source,
                     settings=entry.settings,
                     seed=job.seed,
                     label=job.label,
                     folder=folder,
                     resume=True,
-                    observer=emit,
-                    notes=emit,
+                    observer=report,
+                    notes=report,
                     saved=lambda: emit(FilesSaved(folder)),
                 )
         except FolderInUse:
@@ -217,28 +230,37 @@ class _StudyWork:
         """Return the folder of a job."""
         return run_folder(self.folder, given.job)
 
-    def relocate(self, folder: Path) -> "_StudyWork":
+    def relocate(self, folder: Path) -> "_PlanWork":
         """Return the same work in another folder, on another machine; its jobs carry their data."""
         return replace(self, folder=folder, inputs=self.inputs.without_data())
 
-    def check_methods(self, federation: Federation) -> None:
+    def list_jobs(self) -> list[Job]:
+        """Return every run of the plan, point by point, and seed by seed."""
+        return [job for point, study in self.studies.items() for job in list_jobs(study, point)]
+
+    def make_federation(self, job: Job) -> Federation:
+        """Return the data of a job."""
+        return self.inputs.select_study(self.studies[job.point]).make_federation(job.seed)
+
+    def check_methods(self, study: StudyConfig, federation: Federation) -> None:
         """Check before anything is written: one training step of each method's model."""
-        for entry in self.config.methods:
+        model = self.inputs.select_study(study).model_source
+        for entry in study.methods:
             engine = entry.settings.engine
             if engine not in ("auto", *ENGINES):
                 raise ConfigError(describe_unknown("engine", engine, ("auto", *ENGINES)))
             # The loop engine needs no compilation, and the check is of the model and the data.
             quick = replace(entry.settings, engine="loop")
-            check_run(federation, entry.method, self.inputs.model_source, quick)
+            check_run(federation, entry.method, model, quick)
 
-    def data_to_send(self, seed: int, over: FanOut | None, crew: int) -> Federation | None:
-        """Return the federation of a seed if its job must carry it, else None.
+    def data_to_send(self, job: Job, over: FanOut | None, crew: int) -> Federation | None:
+        """Return the data of a job if it must carry them, else None.
 
         None where the worker makes the data itself, or they do not fit into shared memory.
         """
         if over is None:
-            return _fit_shared_memory(self.inputs.make_federation(seed)) if crew > 1 else None
-        return self.inputs.make_federation(seed) if over.far else None
+            return _fit_shared_memory(self.make_federation(job)) if crew > 1 else None
+        return self.make_federation(job) if over.far else None
 
 
 def _fit_shared_memory(federation: Federation) -> Federation | None:
@@ -290,9 +312,7 @@ def run_study(
         RunExistsError: when the study's folder is there and `resume` is False, or it is no study.
         CheckpointError: when a checkpoint to resume is damaged, or what is there is another study.
     """
-    end_unguarded_import()
     study = study if isinstance(study, StudyConfig) else config.load_study(study)
-    require(workers >= 1, "workers", workers, "at least 1")
     if study.sweep:
         raise ConfigError(f"{study.name} is a sweep; run it with run_sweep")
     if study.trials_of and not isinstance(federation, TrialData):
@@ -300,17 +320,54 @@ def run_study(
             f"{study.name} holds trials of tuning {study.trials_of}; go on with the same "
             "`coterie tune` command"
         )
-    folder = Path(out) / study.name
-    plan = _StudyWork(study, folder, StudyInputs(study, data_dir, federation, model))
+    (done,) = run_studies(
+        {"": study}, Path(out) / study.name, out=Path(out), data_dir=data_dir, workers=workers, resume=resume,
+        overwrite=overwrite, federation=federation, model=model, observer=observer, notes=notes,
+        finished=finished, over=over,
+    )  # fmt: skip
+    return done
+
+
+def run_studies(
+    studies: Mapping[str, StudyConfig],
+    folder: Path,
+    *,
+    out: Path,
+    files: Mapping[str, str] | None = None,
+    data_dir: str | Path | None = None,
+    workers: int = 1,
+    resume: bool = True,
+    overwrite: bool = False,
+    federation: FederationSource | None = None,
+    model: ModelSource | None = None,
+    observer: Observer | None = None,
+    notes: Callable[[Note | FoundRuns | FoundTable], None] | None = None,
+    finished: Callable[[Job], None] | None = None,
+    over: FanOut | None = None,
+) -> tuple[Study, ...]:
+    """Run all runs of several studies as one plan: what is there is taken, the rest is done.
+
+    Args:
+        studies: by their folders below `folder`, such as "num_clients=8"; "" is the folder itself.
+        folder: of the plan.
+        out: where equal runs are looked for.
+        files: further files of the plan's folder, written before the first run.
+        data_dir: as in `run_study`, like all that follow.
+        workers: processes.
+        resume: continue what is stored.
+        overwrite: delete the folders of the studies first.
+        federation: the data.
+        model: the module.
+        observer: is called after each round.
+        notes: is called with what is found and begun.
+        finished: is called with each run of this call.
+        over: runs the jobs.
+    """
+    end_unguarded_import()
+    require(workers >= 1, "workers", workers, "at least 1")
+    first = next(iter(studies.values()))
+    plan = _PlanWork(folder, studies, StudyInputs(first, data_dir, federation, model))
     resume = resume and not overwrite
-    # All checks come before anything is written or deleted.
-    _check_folder(study, folder, resume, overwrite)
-    check_folder(folder)
-    first = plan.inputs.make_federation(study.seeds[0])
-    if resume:
-        _check_data(study, folder, first)
-    plan.check_methods(first)
-    _prepare_folder(study, folder, first, resume=resume, overwrite=overwrite)
 
     def notify_observers(message: object) -> None:
         if observer is not None and isinstance(message, Progress):
@@ -318,35 +375,69 @@ def run_study(
         if notes is not None and isinstance(message, Note | FoundRuns | FoundTable):
             notes(message)
 
-    schema = TableSchema.from_federation(first)
-    if schema is not None:
-        notify_observers(FoundTable(tuple(schema.describe(first.notes))))
-    jobs = list_jobs(study)
+    # All checks come before anything is written or deleted.
+    check_folder(folder)
+    described: dict[str, dict[str, str]] = {}
+    tables: dict[FoundTable, None] = {}
+    # The first point last: its data are at hand for the first run.
+    for point, study in [*studies.items()][::-1]:
+        _check_folder(study, folder / point, resume, overwrite)
+        data = plan.inputs.select_study(study).make_federation(study.seeds[0])
+        if resume:
+            _check_data(study, folder / point, data)
+        plan.check_methods(study, data)
+        described[point] = _describe_data(data)
+        schema = TableSchema.from_federation(data)
+        if schema is not None:
+            tables[FoundTable(tuple(schema.describe(data.notes)))] = None
+    if overwrite:
+        # The folder of a sweep may have points that this one has not.
+        for place in [folder] if (folder / CONFIG).exists() else map(folder.joinpath, studies):
+            _delete_folder(place)
+    for point, study in studies.items():
+        _prepare_folder(study, folder / point, described[point], resume=resume)
+    if files:
+        summary.write_study_files(folder, files)
+    for table in reversed(tables):
+        notify_observers(table)
+    _do_runs(
+        plan, RunStore(out), notify_observers, workers=workers,
+        overwrite=overwrite, finished=finished, over=over,
+    )  # fmt: skip
+    return tuple(_finish_study(study, folder / point) for point, study in studies.items())
+
+
+def _do_runs(
+    plan: _PlanWork, store: RunStore, notify: Callable[[object], None], *, workers: int,
+    overwrite: bool, finished: Callable[[Job], None] | None, over: FanOut | None,
+) -> None:  # fmt: skip
+    """Take the equal runs of other studies, and do the runs that are left."""
+    folder, jobs = plan.folder, plan.list_jobs()
     left = [job for job in jobs if not _is_complete(run_folder(folder, job))]
     for job in jobs:
         if job not in left and _has_lost_models(run_folder(folder, job)):
             warnings.warn(
                 f"{job}: {models.FILE} was deleted, and so was the checkpoint to write it from; "
                 "delete the folder of the run to run it again",
-                stacklevel=2,
+                stacklevel=4,
             )
     # `overwrite` asks for runs, not for results.
-    taken = {} if overwrite else _take_equal_runs(plan, left, RunStore(Path(out)))
+    taken = {} if overwrite else _take_equal_runs(plan, left, store)
     left = [job for job in left if job not in taken]
     if len(left) < len(jobs):
         sources = Counter(str(source.parent.parent) for source in taken.values())
-        notify_observers(FoundRuns(len(jobs), len(jobs) - len(left), sources))
+        notify(FoundRuns(len(jobs), len(jobs) - len(left), sources))
     # Repeated, since a run that another process began and left is taken over here.
     while waiting := [job for job in left if not find_owner(run_folder(folder, job))]:
         crew = min(workers, len(waiting))
         # A generator: data are made, and claims are looked at, when a worker becomes free.
         given = (
-            _JobWithData(job, plan.data_to_send(job.seed, over, crew))
+            _JobWithData(job, plan.data_to_send(job, over, crew))
             for job in waiting
             if _is_open(run_folder(folder, job))
         )
         mine = set()
-        for one, did in (over or fan_out)(plan, given, crew, notify_observers):
+        for one, did in (over or fan_out)(plan, given, crew, notify):
             if did:
                 mine.add(one.job)
                 if finished is not None:
@@ -354,7 +445,11 @@ def run_study(
         left = [
             job for job in left if job not in mine and not _is_complete(run_folder(folder, job))
         ]
-    # The summary lacks what other processes still compute, so these runs are named.
+
+
+def _finish_study(study: StudyConfig, folder: Path) -> Study:
+    """Write the summary of a study; it names the runs that other processes still compute."""
+    jobs = list_jobs(study)
     elsewhere = {job: who for job in jobs if (who := find_owner(run_folder(folder, job)))}
     if study.trials_of:  # there are no test results to reduce
         return Study(folder, study, {"seeds": [], "rows": [], "timing": []}, {}, False, elsewhere)
@@ -365,7 +460,7 @@ def run_study(
     return replace(done, elsewhere=elsewhere)
 
 
-def _take_equal_runs(plan: _StudyWork, jobs: Sequence[Job], store: RunStore) -> dict[Job, Path]:
+def _take_equal_runs(plan: _PlanWork, jobs: Sequence[Job], store: RunStore) -> dict[Job, Path]:
     """Take the runs that other studies have, and return where each came from."""
     taken: dict[Job, Path] = {}
     for job in jobs:
@@ -373,9 +468,9 @@ def _take_equal_runs(plan: _StudyWork, jobs: Sequence[Job], store: RunStore) -> 
         # A run that has begun goes on from its checkpoint.
         if checkpoint.has_run(folder):
             continue
-        run = plan.config.select_run(job.label, job.seed)
+        run = plan.studies[job.point].select_run(job.label, job.seed)
         found = store.find_equal_run(
-            run, folder, lambda seed=job.seed: plan.inputs.make_federation(seed).compute_digest()
+            run, folder, lambda job=job: plan.make_federation(job).compute_digest()
         )
         if found is not None:
             with suppress(FolderInUse):
@@ -556,14 +651,14 @@ def list_standings(folder: Path) -> list[RunStatus]:
     return selection.list_run_statuses(runs, problems, folder)
 
 
-def list_jobs(study: StudyConfig) -> list[Job]:
+def list_jobs(study: StudyConfig, point: str = "") -> list[Job]:
     """Return the runs of a study, seed by seed."""
-    return [Job(entry.label, seed) for seed in study.seeds for entry in study.methods]
+    return [Job(entry.label, seed, point) for seed in study.seeds for entry in study.methods]
 
 
 def run_folder(folder: Path, job: Job) -> Path:
-    """Return the folder of one run."""
-    return folder / job.label / f"seed-{job.seed}"
+    """Return the folder of one run of the plan in a folder."""
+    return folder / job.point / job.label / f"seed-{job.seed}"
 
 
 def write_failure(folder: Path, error: BaseException) -> None:
@@ -679,17 +774,27 @@ def _with_stored_seeds(study: StudyConfig, folder: Path) -> StudyConfig:
     return replace(study, seeds=[*there, *(seed for seed in study.seeds if seed not in there)])
 
 
-def _prepare_folder(
-    study: StudyConfig, folder: Path, federation: Federation, *, resume: bool, overwrite: bool
-) -> None:
-    """Make the study's folder, with the study and the description of its data."""
-    if overwrite and folder.exists():
-        # All runs are claimed first: nothing that a process works on is deleted.
+def _describe_data(federation: Federation) -> dict[str, str]:
+    """Return the files that describe the data of a study."""
+    files = {stored_runs.FEDERATION: json.dumps(describe_federation(federation)) + "\n"}
+    schema = TableSchema.from_federation(federation)
+    return files if schema is None else {**files, SCHEMA_FILE: schema.to_text()}
+
+
+def _delete_folder(folder: Path) -> None:
+    """Delete a folder, if it exists; nothing that a process works on."""
+    if folder.exists():
+        # All runs are claimed first.
         with ExitStack() as all_of_it:
             for lock in folder.rglob(LOCK):
                 all_of_it.enter_context(claim_folder(lock.parent))
             shutil.rmtree(folder)
-    described = json.dumps(describe_federation(federation)) + "\n"
+
+
+def _prepare_folder(
+    study: StudyConfig, folder: Path, files: dict[str, str], *, resume: bool
+) -> None:
+    """Make the study's folder, with the study and the files that describe its data."""
     # no other process may change the stored seeds between reading and writing
     with claim_folder(folder, wait=summary.STUDY_WAIT):
         other = (
@@ -697,10 +802,6 @@ def _prepare_folder(
             and (folder / stored_runs.FEDERATION).exists()
             and not _describes_data(study, folder)
         )
-        files = {stored_runs.FEDERATION: described}
-        schema = TableSchema.from_federation(federation)
-        if schema is not None:
-            files[SCHEMA_FILE] = schema.to_text()
         # A whole description of another first seed stays: seeds were added to the study.
         if other and not manifest.describe_fault(folder, stored_runs.FEDERATION):
             files = {}

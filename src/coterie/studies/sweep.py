@@ -35,7 +35,7 @@ from coterie.studies.run import (
     Study,
     load_stored_study,
     load_study_results,
-    run_study,
+    run_studies,
 )
 
 _FEDERATED = ("data", "model")
@@ -151,25 +151,25 @@ def run_sweep(
     """
     end_unguarded_import()
     study = study if isinstance(study, StudyConfig) else config.load_study(study)
-    studies = expand_sweep(study)
-
-    def run_point(one: StudyConfig) -> Study:
-        return run_study(
-            one, out=out, data_dir=data_dir, workers=workers, resume=resume, overwrite=overwrite,
-            federation=federation, model=model, observer=observer, notes=notes, over=over,
-        )  # fmt: skip
-
+    points = {_find_point(one, study): one for one in expand_sweep(study)}
+    folder, files = Path(out) / study.name, {}
     # A sweep over settings of methods alone is one study, under its own name.
-    if [one.name for one in studies] == [study.name]:
-        return (run_point(studies[0]),)
-    folder = Path(out) / study.name
-    _check_sweep_folder(study, folder, resume=resume, overwrite=overwrite)
-    # First: a sweep that is stopped in its first point can be resumed by its folder, too.
-    folder.mkdir(parents=True, exist_ok=True)
-    write_study_files(folder, {CONFIG: config.format_study(study, decided=False)})
-    done = [run_point(one) for one in studies]
-    write_study_files(folder, {SUMMARY: json.dumps(join_summaries(done), indent=1) + "\n"})
-    return tuple(done)
+    if [*points] != [""]:
+        _check_sweep_folder(study, folder, resume=resume, overwrite=overwrite)
+        files[CONFIG] = config.format_study(study, decided=False)
+    done = run_studies(
+        points, folder, out=Path(out), files=files, data_dir=data_dir, workers=workers,
+        resume=resume, overwrite=overwrite, federation=federation, model=model, observer=observer,
+        notes=notes, over=over,
+    )  # fmt: skip
+    if files:
+        write_study_files(folder, {SUMMARY: json.dumps(join_summaries(done), indent=1) + "\n"})
+    return done
+
+
+def _find_point(study: StudyConfig, sweep: StudyConfig) -> str:
+    """Return the name of a study in its sweep, such as "num_clients=8"; "" for the sweep itself."""
+    return study.name.removeprefix(sweep.name).removeprefix("/")
 
 
 def _check_sweep_folder(study: StudyConfig, folder: Path, *, resume: bool, overwrite: bool) -> None:

@@ -39,13 +39,12 @@ def test_in_a_pipe_a_run_takes_one_line(clock):
     ]
 
 
-def test_the_schema_of_a_table_is_told_once_and_plainly(clock):
-    """The studies of a sweep have one table; with --quiet there is nothing."""
+def test_the_schema_of_a_table_is_told_plainly(clock):
+    """With --quiet there is nothing."""
     told = FoundTable(("target: ill, 2 classes (no, yes)", "numbers: [bold]age, weight"))
     for quiet in (False, True):
         text = io.StringIO()
         with _display.show_progress([], Console(file=text), quiet=quiet) as observe:
-            observe(told)
             observe(told)
         expected = ["table: target: ill, 2 classes (no, yes)", "table: numbers: [bold]age, weight"]
         assert lines(text) == expected * (not quiet)
@@ -122,11 +121,11 @@ def test_in_a_pipe_a_long_run_is_heard_of_every_ten_seconds(clock):
 
 
 def test_a_round_without_validation_tells_its_number_only(clock):
-    """Clients may have no validation set, or be validated every few rounds."""
+    """Clients may have no validation set, or be validated every few rounds; the run is one of a sweep."""
     text = io.StringIO()
     with _display.show_progress([], Console(file=text), quiet=False) as observe:
-        observe(Progress("Local", 0, 9, 10, float("nan"), float("nan"), 4.0))
-    assert lines(text) == ["Local, seed 0: round 10/10 (0 s)"]
+        observe(Progress("Local", 0, 9, 10, float("nan"), float("nan"), 4.0, point="lr=2"))
+    assert lines(text) == ["Local, seed 0, lr=2: round 10/10 (0 s)"]
 
 
 @pytest.mark.parametrize(

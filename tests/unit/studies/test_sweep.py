@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from coterie.errors import ConfigError, DataError, RunExistsError
+from coterie.errors import ConfigError, CoterieError, DataError, RunExistsError
 from coterie.methods import METHODS
 from coterie.methods.registry import find_published, with_published_options
 from coterie.results.stored_runs import load_federation_description
+from coterie.simulation.workers import fan_out
 from coterie.studies import config
-from coterie.studies.run import load_stored_study, run_study
+from coterie.studies.run import FoundRuns, load_stored_study, run_study
 from coterie.studies.sweep import expand_sweep, join_summaries, load_sweep_results, run_sweep
 from coterie.testing import tiny_federation
 
@@ -180,6 +181,44 @@ def test_a_sweep_that_is_stopped_in_its_first_run_goes_on_by_its_folder(tmp_path
     assert (found, out) == (study, tmp_path)
     done = run_sweep(found, out=out)
     assert [len(one.summary["timing"]) for one in done] == [2, 2]
+
+
+def test_the_runs_of_all_points_are_one_list(tmp_path):
+    """One fan-out gets all four; what is there is counted once, over all points."""
+    study, calls, notes, steps = sweep(data__train=[8, 16]), [], [], []
+
+    def note_jobs(work, jobs, workers, emit):
+        listed = list(jobs)
+        calls.append((workers, [str(job) for job in listed]))
+        return fan_out(work, listed, 1, emit)
+
+    note_jobs.far = False
+    options = {"out": tmp_path, "workers": 8, "over": note_jobs, "notes": notes.append}
+    run_sweep(study, observer=steps.append, **options)
+    names = [f"{label}, seed 0, train={n}" for n in (8, 16) for label in ("Gossip", "local")]
+    assert calls == [(4, names)]
+    assert [step.run_name for step in steps if step.round == 0] == names
+    shutil.rmtree(tmp_path / "tiny/train=16/local")
+    run_sweep(study, **options)
+    assert calls[1:] == [(1, names[3:])]
+    found = [str(note) for note in notes if isinstance(note, FoundRuns)]
+    assert found == ["3 of 4 runs are there"]
+
+
+@pytest.mark.full
+def test_two_workers_share_the_points_and_leave_the_same_bytes(tmp_path):
+    one = run_sweep(sweep(data__train=[8, 16]), out=tmp_path / "one")
+    two = run_sweep(sweep(data__train=[8, 16]), out=tmp_path / "two", workers=2)
+    for a, b in zip(one, two, strict=True):
+        for path in sorted(a.folder.rglob("*.parquet")):
+            assert path.read_bytes() == (b.folder / path.relative_to(a.folder)).read_bytes()
+
+
+def test_a_point_that_cannot_run_is_refused_before_anything_is_written(tmp_path):
+    """The second point: more clients than a training sample each for."""
+    with pytest.raises(CoterieError):
+        run_sweep(sweep(data__num_clients=[4, 100_000]), out=tmp_path)
+    assert not (tmp_path / "tiny").exists()
 
 
 @pytest.mark.full
