@@ -56,7 +56,8 @@ class CropFlip:
         # remainder is never negative, although the bits are signed.
         down, right = bits.remainder(span), splitmix(bits).remainder(span)
         mirror = (splitmix(splitmix(bits)) & 1).bool()
-        line, along = (torch.arange(size, device=x.device) for size in (height, width))
+        line = torch.arange(height, device=x.device)
+        along = torch.arange(width, device=x.device)
         rows = line + (down - self.padding)[..., None]
         # A mirrored image reads its columns backwards, so that crop and mirror are one gather.
         along = torch.where(mirror[..., None], along.flip(0), along)
@@ -128,7 +129,8 @@ class FunctionAugmentation:
         keys = splitmix(self.keys[members] + step).tolist()
         # Called twice, once for each shape: what differs was not drawn from the generator.
         if keys and (self.path, x.shape[1:]) not in _TRIED:
-            first, again = (self._augment(function, x[0].clone(), keys[0]) for _ in range(2))
+            first = self._augment(function, x[0].clone(), keys[0])
+            again = self._augment(function, x[0].clone(), keys[0])
             if not torch.equal(first, again):
                 raise ConfigError(
                     f"local.augment {self.path!r} returned two results for the same batch and "

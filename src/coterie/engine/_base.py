@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
+from coterie._util.tensors import index_each, index_optional
 from coterie.engine._work import EvaluationPairs, TrainingWork, group_equal_values, move_indices
 from coterie.engine.optim import RowOptimizer
 from coterie.engine.privacy import PrivateSteps, clip_factors
@@ -150,7 +151,9 @@ class Engine(ABC):
             step = max(1, block // self._block_divisor)
             part = slice(start, min(start + step, len(rows)))
             now = work.select_clients(part)
-            changing = [rows[part], *(() if now.moments is None else (now.moments,))]
+            changing = [rows[part]]
+            if now.moments is not None:
+                changing.append(now.moments)
             # A block that runs out of memory may have taken some steps: it starts again from these
             # copies.
             before = [tensor.clone() for tensor in changing]
@@ -182,15 +185,15 @@ class Engine(ABC):
         trainable = self.layout.trainable
         optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.steps_taken)
         losses = rows.new_full(work.batch_sizes.shape, torch.nan)
-        rates = None if work.rates is None else work.rates.to(rows.device)
+        rates = work.rates_on(rows.device)
         for step in range(work.num_steps):
             for size, members in work.group_by_size(step):
                 # Members are distinct and in ascending order: as many as there are rows are all
                 # rows, which are then trained in place, without copies.
                 whole = len(members) == len(rows)
-                part, state = (
-                    (rows, optimizer) if whole else (rows[members], optimizer.select_rows(members))
-                )
+                part, state = rows, optimizer
+                if not whole:
+                    part, state = rows[members], optimizer.select_rows(members)
                 loss, grads, buffers = self.compute_gradients(
                     part, *work.gather_batch(members, step, size)
                 )
@@ -199,12 +202,8 @@ class Engine(ABC):
                 if work.anchor is not None and work.prox:
                     away = part[:, :trainable] - work.anchor[members, :trainable]
                     grads = grads.add_(away, alpha=work.prox)
-                state.step(
-                    part[:, :trainable],
-                    grads,
-                    step + 1,
-                    None if rates is None else rates[members, step, None],
-                )
+                rate = index_optional(rates, (members, step, None))
+                state.step(part[:, :trainable], grads, step + 1, rate)
                 # The optimizer does not move running statistics: the forward pass has made the new
                 # ones.
                 if self.layout.size > trainable:
@@ -222,15 +221,16 @@ class Engine(ABC):
         trainable = self.layout.trainable
         optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.steps_taken)
         losses = rows.new_full(work.batch_sizes.shape, torch.nan)
+        rates = work.rates_on(rows.device)
         for step in range(work.num_steps):
             # A client whose Poisson batch is empty takes its step all the same, with noise alone.
             members = private.active_clients(step)
             if not len(members):
                 continue
             whole, there = len(members) == len(rows), members.to(rows.device)
-            part, state = (
-                (rows, optimizer) if whole else (rows[there], optimizer.select_rows(there))
-            )
+            part, state = rows, optimizer
+            if not whole:
+                part, state = rows[there], optimizer.select_rows(there)
             found, sums = self._sum_clipped_gradients(part, work, members, step, private.dp.clip)
             grads = private.add_noise(sums, members, step)
             # The proximal term says nothing of the samples, so it needs neither clip nor noise.
@@ -238,7 +238,7 @@ class Engine(ABC):
                 grads = grads.add_(
                     part[:, :trainable] - work.anchor[there, :trainable], alpha=work.prox
                 )
-            rate = None if work.rates is None else work.rates[members, step, None].to(rows.device)
+            rate = index_optional(rates, (there, step, None))
             state.step(part[:, :trainable], grads, step + 1, rate)
             losses[there, step] = found
             if not whole:
@@ -355,7 +355,7 @@ class Engine(ABC):
                 )
                 for part in chosen.split(min(block, most)):
                     models = pairs.models[part]
-                    chosen_inputs = {k: v[models] for k, v in inputs.items()}
+                    chosen_inputs = index_each(inputs, models)
                     chosen_inputs |= pairs.draw_inputs(
                         pairs.sets[chosen[:1]], piece * size, len(part)
                     )
@@ -376,13 +376,16 @@ class Engine(ABC):
     ) -> None:
         """Run a block of models at once, each on its own set; no set is padded."""
         size, most = self._chunk_sizes(pairs, table)
-        # zip of nothing cannot be unpacked into two names.
-        numbers, who = zip(*group_equal_values(count), strict=True) if len(count) else ((), ())
-        for number, members in zip(numbers, move_indices(who, table.device), strict=True):
+        groups = dict(group_equal_values(count))
+        there = move_indices(list(groups.values()), table.device)
+        for number, members in zip(groups, there, strict=True):
+            # Totals of sets without samples stay 0, and 0 / 0 makes their mean NaN.
+            if not number:
+                continue
             for part in members.split(min(block, most)):
                 models, sets = pairs.models[part], pairs.sets[part]
-                chosen = {k: v[models] for k, v in inputs.items()}
-                pieces = pairs.sample_indices[sets, :number].split(size, dim=1) if number else ()
+                chosen = index_each(inputs, models)
+                pieces = pairs.sample_indices[sets, :number].split(size, dim=1)
                 for piece, places in enumerate(pieces):
                     drawn = pairs.draw_inputs(sets, piece * size, len(part))
                     outputs = self.forward(
@@ -398,11 +401,9 @@ class Engine(ABC):
         entries = self._max_entries(table) // max(1, pairs.samples.x[0].numel())
         # What a forward pass draws belongs to the samples of a call, which must then be as many in
         # every engine.
-        piece = (
-            _SAMPLES_ONE_MODEL
-            if self.runs_one_by_one(table.device) or pairs.draw_keys is not None
-            else _SAMPLES_MANY_MODELS.get(table.device.type, _SAMPLES_MANY_MODELS["cuda"])
-        )
+        piece = _SAMPLES_ONE_MODEL
+        if pairs.draw_keys is None and not self.runs_one_by_one(table.device):
+            piece = _SAMPLES_MANY_MODELS.get(table.device.type, _SAMPLES_MANY_MODELS["cuda"])
         size = max(1, min(piece, entries))
         return size, max(1, entries // size)
 
@@ -473,7 +474,7 @@ class Engine(ABC):
             of = torch.tensor([number], device=places.device)
             for part in who.split(step):
                 models = pairs.models[part].to(table.device)
-                chosen = {name: value[models] for name, value in inputs.items()}
+                chosen = index_each(inputs, models)
                 found = []
                 for piece, some in enumerate(places.split(size)):
                     drawn = work.draw_inputs(of, piece * size, len(part))
@@ -485,4 +486,6 @@ class Engine(ABC):
 def metric_names(objective: Objective) -> tuple[str, ...]:
     """Return what samples measure: the loss, and the metric that goes with it."""
     metric = getattr(objective, "metric", None)
-    return (LOSS.name,) if metric is None else (LOSS.name, metric)
+    if metric is None:
+        return (LOSS.name,)
+    return LOSS.name, metric

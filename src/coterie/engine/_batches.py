@@ -1,6 +1,8 @@
 """The batches of local training, drawn from each client's own stream."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -37,11 +39,9 @@ class BatchPlan:
     @property
     def active_steps(self) -> Bool[Tensor, "clients steps"]:
         """Which steps each client takes."""
-        return (
-            self.batch_sizes > 0
-            if self.poisson_steps is None
-            else torch.arange(self.num_steps) < self.poisson_steps[:, None]
-        )
+        if self.poisson_steps is None:
+            return self.batch_sizes > 0
+        return torch.arange(self.num_steps) < self.poisson_steps[:, None]
 
 
 def draw_batches(
@@ -62,21 +62,28 @@ def draw_batches(
     """
     if local.dp_settings is not None:
         return _draw_poisson_batches(local, samples, ids, rng, purpose)
-    schedules = [
-        _draw_client_batches(local, n, rng.generator(purpose, client))
-        for n, client in zip(samples.tolist(), ids.tolist(), strict=True)
-    ]
-    steps = max((len(batches) for batches, _ in schedules), default=0)
-    # The first batch of a client is its largest.
-    width = max((len(b) for batches, _ in schedules for b in batches[:1]), default=1)
-    order = np.full((len(schedules), steps, width), -1, dtype=np.int64)
-    length = np.zeros((len(schedules), steps), dtype=np.int64)
-    for row, (batches, _) in enumerate(schedules):
+    drawn, last = [], []
+    for number, client in zip(samples.tolist(), ids.tolist(), strict=True):
+        batches, first = _draw_client_batches(local, number, rng.generator(purpose, client))
+        drawn.append(batches)
+        last.append(first)
+    return BatchPlan(*_pad_batches(drawn), torch.tensor(last, dtype=torch.int64))
+
+
+def _pad_batches(
+    drawn: Sequence[Sequence[np.ndarray]],
+) -> tuple[Int[Tensor, "clients steps batch"], Int[Tensor, "clients steps"]]:
+    """Return the batches of each client as one table, padded with -1, and their sizes."""
+    steps = max(map(len, drawn), default=0)
+    width = max(map(len, chain.from_iterable(drawn)), default=1)
+    # At least one column, since Poisson sampling may leave every batch empty.
+    order = np.full((len(drawn), steps, max(1, width)), -1, dtype=np.int64)
+    length = np.zeros((len(drawn), steps), dtype=np.int64)
+    for row, batches in enumerate(drawn):
         for step, batch in enumerate(batches):
             order[row, step, : len(batch)] = batch
             length[row, step] = len(batch)
-    last = torch.tensor([first for _, first in schedules], dtype=torch.int64)
-    return BatchPlan(torch.from_numpy(order), torch.from_numpy(length), last)
+    return torch.from_numpy(order), torch.from_numpy(length)
 
 
 def poisson_rate(local: LocalTraining, samples: int) -> float:
@@ -102,25 +109,13 @@ def _draw_poisson_batches(
     count = torch.tensor([count_steps(local, n) for n in sizes], dtype=torch.int64)
     # Steps of an epoch; a number of steps without epochs counts as one epoch.
     each = count if local.steps is not None else count // max(1, local.epochs)
-    drawn = [
-        [
-            np.flatnonzero(row < poisson_rate(local, n))
-            # One uniform draw for each step and sample: the sample is in the batch with probability
-            # `rate`.
-            for row in rng.generator(purpose, client).random((number, n))
-        ]
-        for n, client, number in zip(sizes, ids.tolist(), count.tolist(), strict=True)
-    ]
-    width = max((len(batch) for batches in drawn for batch in batches), default=0)
-    order = np.full(
-        (len(drawn), int(count.max()) if len(drawn) else 0, max(1, width)), -1, dtype=np.int64
-    )
-    length = np.zeros(order.shape[:2], dtype=np.int64)
-    for row, batches in enumerate(drawn):
-        for step, batch in enumerate(batches):
-            order[row, step, : len(batch)] = batch
-            length[row, step] = len(batch)
-    return BatchPlan(torch.from_numpy(order), torch.from_numpy(length), count - each, count)
+    drawn = []
+    for n, client, number in zip(sizes, ids.tolist(), count.tolist(), strict=True):
+        # One uniform draw for each step and sample: the sample is in the batch with probability
+        # `poisson_rate`.
+        inside = rng.generator(purpose, client).random((number, n)) < poisson_rate(local, n)
+        drawn.append([np.flatnonzero(row) for row in inside])
+    return BatchPlan(*_pad_batches(drawn), count - each, count)
 
 
 def _draw_client_batches(
@@ -157,7 +152,9 @@ def count_steps(local: LocalTraining, samples: int) -> int:
     if local.steps is not None:
         return local.steps
     size = min(local.batch_size, samples)
-    return local.epochs * (samples // size if local.drop_last else -(-samples // size))
+    if local.drop_last:
+        return local.epochs * (samples // size)
+    return local.epochs * -(-samples // size)  # rounded up: the last batch may be smaller
 
 
 def smallest_batch_size(local: LocalTraining, samples: int) -> int:
@@ -170,7 +167,7 @@ def smallest_batch_size(local: LocalTraining, samples: int) -> int:
         4
     """
     size = min(local.batch_size, samples)
-    rest = samples % size if samples else 0
+    rest = samples % max(1, size)
     # The smaller batch is the last of a pass: fewer steps than full batches do not reach it.
     reached = local.steps is None or local.steps > samples // max(1, size)
     return rest if rest and reached and not local.drop_last else size

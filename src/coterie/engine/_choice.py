@@ -31,7 +31,6 @@ _COMPILE_SECONDS = {True: 2.0, False: 15.0}
 # seconds of the vmap engine for a sample, and for a product in its forward pass
 _SAMPLE, _PRODUCT = 25e-6, 4.5e-10
 
-_AS_REQUESTED = "as set"  # why an engine runs that was named
 
 _NO_BATCHING_RULE = re.compile(r"not yet implemented the batching rule for ([\w:]+)")
 
@@ -205,20 +204,20 @@ def make_engine(
             "one whole number",
             stacklevel=3,
         )
-        return _set_reason(loop, f"forward changes {unstored[0]!r}, which no row holds")
+        return _set_reason(loop, name, f"forward changes {unstored[0]!r}, which no row holds")
     if name == "loop":
-        return _set_reason(loop, _AS_REQUESTED)
+        return _set_reason(loop, name)
     if custom_optimizer:
-        return _set_reason(loop, f"the optimizer {custom_optimizer} has no faster program here")
+        why = f"the optimizer {custom_optimizer} has no faster program here"
+        return _set_reason(loop, name, why)
     against = []  # what speaks against a faster engine
     if name in ("auto", "compiled"):
-        unfit = _why_not_compile(layout, x, expected, precision) if name == "auto" else None
+        unfit = None
+        if name == "auto":
+            unfit = _why_not_compile(layout, x, expected, precision)
         if unfit is None:
             try:
-                return _set_reason(
-                    CompiledEngine(layout, objective, x, y),
-                    _AS_REQUESTED if name == "compiled" else "",
-                )
+                return _set_reason(CompiledEngine(layout, objective, x, y), name)
             except (NotTraceableError, CompilerError) as error:
                 unfit = f"the module cannot be compiled: {error}"
                 # A compiler can be installed, so its absence is worth a warning. A module that
@@ -228,35 +227,39 @@ def make_engine(
                     warnings.warn(f"the {other} engine is used: {unfit}", stacklevel=3)
         against.append(unfit)
     if name != "vmap" and not is_batching_worthwhile(layout, x, batch_size):
-        return _set_reason(
-            loop, *against, "the products of a batch are too large for many clients at once"
-        )
+        against.append("the products of a batch are too large for many clients at once")
+        return _set_reason(loop, name, *against)
     engine = VmapEngine(layout, objective, precision, cuda_graphs)
     # vmap warns where an operation has no batching rule: it then loops over clients, and the loop
     # engine is the better choice. All other warnings are passed on below.
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         problem = _find_failure(engine, x, y)
-    slow = [found for one in said if (found := _NO_BATCHING_RULE.search(str(one.message)))]
+    slow = []
     for one in said:
-        if not _NO_BATCHING_RULE.search(str(one.message)):
+        found = _NO_BATCHING_RULE.search(str(one.message))
+        if found:
+            slow.append(found[1])
+        else:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
     if problem is None and slow and name != "vmap":
-        return _set_reason(
-            loop, *against, f"{slow[0][1]} runs over one client after another all the same"
-        )
+        against.append(f"{slow[0]} runs over one client after another all the same")
+        return _set_reason(loop, name, *against)
     if problem is None:
-        return _set_reason(engine, *against, *([_AS_REQUESTED] if name == "vmap" else []))
+        return _set_reason(engine, name, *against)
     layer, error = problem
     against.append(f"{layer} cannot be run over many clients at once ({first_line(error)})")
     warnings.warn(f"the loop engine is used: {against[-1]}", stacklevel=3)
-    return _set_reason(loop, *against)
+    return _set_reason(loop, name, *against)
 
 
-def _set_reason(engine: Engine, *why: str) -> Engine:
-    """Let an engine say why it runs: what was asked for, or what speaks against the faster ones."""
-    reasons = "; ".join(filter(None, why))
-    engine.reason = f"{engine.name}, {engine.description}" + (f": {reasons}" if reasons else "")
+def _set_reason(engine: Engine, requested: str, *against: str) -> Engine:
+    """Let an engine say why it runs: as requested, or what speaks against the faster ones."""
+    engine.reason = f"{engine.name}, {engine.description}"
+    if against:
+        engine.reason += ": " + "; ".join(against)
+    elif engine.name == requested:
+        engine.reason += ": as set"
     return engine
 
 
@@ -268,7 +271,9 @@ def _why_not_compile(
         return "native programs run on a CPU"
     if precision != "full":
         return "native programs compute in full precision"
-    return None if is_compiling_worthwhile(layout, x, expected) else "too little work to compile"
+    if not is_compiling_worthwhile(layout, x, expected):
+        return "too little work to compile"
+    return None
 
 
 def _make_loop_engine(
@@ -291,8 +296,8 @@ def _find_failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception]
     rows = torch.cat([layout.own_values()[None]] * 2)
     inputs = layout.zero_inputs(2)
     # The names of the layers that are running: one that fails stays at the end, as its second hook
-    # is not called.
-    trail: list[str] = []
+    # is not called. An error outside of all layers is the module's own.
+    trail = [type(layout.train_module).__name__]
     handles = []
     for module in engine.modules:
         for path, part in module.named_modules():
@@ -311,7 +316,7 @@ def _find_failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception]
     except MODULE_ERRORS as error:
         if OutOfMemory.matches(error):  # of the machine at this moment, not of the module
             raise
-        return (trail[-1] if trail else type(layout.train_module).__name__), error
+        return trail[-1], error
     finally:
         for handle in handles:
             handle.remove()
@@ -322,5 +327,7 @@ def default_block(layout: Layout, device: str) -> int:
     """Return how many clients to train at once: parameters, gradients, moments near 32 MB."""
     # Numbers of all rows of a block. Parameters, gradients and two moments of 4 bytes each make 32
     # MB, near the caches of a CPU; a device gets a hundred times as much.
-    budget = 2_000_000 if device == "cpu" else 200_000_000
-    return max(4, min(128 if device == "cpu" else 4096, budget // layout.size))
+    budget, most = 200_000_000, 4096
+    if device == "cpu":
+        budget, most = 2_000_000, 128
+    return max(4, min(most, budget // layout.size))

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from coterie._util.tensors import index_optional
 from coterie.engine._own_optimizer import make_custom_optimizer
 from coterie.engine.optim import LocalTraining, RowOptimizer
 from coterie.models.layout import Layout, Slot, copy_module
@@ -36,10 +37,11 @@ class FlatModel:
 
     def __init__(self, layout: Layout, device: torch.device, channels_last: bool = False) -> None:
         self.layout = layout
-        self.train_module, self.eval_module = (
-            _copy_to_device(module, device) for module in (layout.train_module, layout.eval_module)
-        )
-        self._channels_last = self._conv_weight_names() if channels_last else frozenset()
+        self.train_module = _copy_to_device(layout.train_module, device)
+        self.eval_module = _copy_to_device(layout.eval_module, device)
+        self._channels_last: frozenset[str] = frozenset()
+        if channels_last:
+            self._channels_last = self._conv_weight_names()
         self._row = torch.zeros(layout.size, dtype=layout.dtype, device=device)
         self.trained = self._row[: layout.trainable]
         self.gradient = torch.zeros_like(self.trained)
@@ -65,17 +67,7 @@ class FlatModel:
 
     def _bind_tensors(self, module: nn.Module) -> None:
         """Put the tensors of a module into the row."""
-        views = dict(
-            zip(
-                (slot.name for slot in self.layout.slots),
-                self._split_vector(self._row),
-                strict=True,
-            )
-        )
-        trained = [slot for slot in self.layout.slots if slot.stop <= self.layout.trainable]
-        gradients = dict(
-            zip((slot.name for slot in trained), self._split_vector(self.gradient), strict=True)
-        )
+        views, gradients = self._split_vector(self._row), self._split_vector(self.gradient)
         for name, parameter in list(module.named_parameters()):
             if name not in views:  # frozen: of all models alike
                 continue
@@ -110,8 +102,8 @@ class FlatModel:
                         (part._buffers, name, head + name, buffer, buffer.clone())
                     )
 
-    def _split_vector(self, vector: Tensor, turned: bool = True) -> list[Tensor]:
-        """Return the tensors that lie in a vector of the length of a row or of its trained part.
+    def _split_vector(self, vector: Tensor, turned: bool = True) -> dict[str, Tensor]:
+        """Return the tensors in a vector of the length of a row or of its trained part, by name.
 
         Args:
             vector: one after another.
@@ -127,7 +119,9 @@ class FlatModel:
             return part.view(slot.shape)
 
         # A vector of the trained part ends where the untrained slots begin.
-        return [view_slot(slot) for slot in self.layout.slots if slot.stop <= len(vector)]
+        return {
+            slot.name: view_slot(slot) for slot in self.layout.slots if slot.stop <= len(vector)
+        }
 
     def copy_from_row(self, own: Tensor, other: Tensor) -> None:
         """Copy a vector in the order of a row into one in the order of this model."""
@@ -142,10 +136,9 @@ class FlatModel:
         if not self._channels_last:
             target.copy_(source)
             return
-        for to, values in zip(
-            self._split_vector(target, turned), self._split_vector(source, not turned), strict=True
-        ):
-            to.copy_(values)
+        values = self._split_vector(source, not turned)
+        for name, view in self._split_vector(target, turned).items():
+            view.copy_(values[name])
 
     def load_row(self, row: Float[Tensor, " params"]) -> None:
         """Take over a model; what else the module keeps is as it was at first."""
@@ -194,8 +187,9 @@ class FlatModel:
 
 def _copy_to_device(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of a module on a device; frozen weights are shared where they are there."""
-    there = all(one.device == device for one in module.parameters())
-    return copy_module(module) if there else copy.deepcopy(module).to(device)
+    if all(one.device == device for one in module.parameters()):
+        return copy_module(module)
+    return copy.deepcopy(module).to(device)
 
 
 def _bind_parameter(module: nn.Module, parameter: nn.Parameter, view: Tensor) -> nn.Parameter:
@@ -206,8 +200,9 @@ def _bind_parameter(module: nn.Module, parameter: nn.Parameter, view: Tensor) ->
     # a tensor that wraps another one cannot be given away as data
     own = nn.Parameter(view, parameter.requires_grad)
     for part in module.modules():
-        for name in [name for name, old in part._parameters.items() if old is parameter]:
-            setattr(part, name, own)
+        for name, old in list(part._parameters.items()):
+            if old is parameter:
+                setattr(part, name, own)
     return own
 
 
@@ -264,7 +259,7 @@ class FlatOptimizer:
             )
         elif kind in ("rmsprop", "adagrad"):
             self._row_optimizer = RowOptimizer(
-                local, self.model.trained[None], taken=None if taken is None else taken[None]
+                local, self.model.trained[None], taken=index_optional(taken, None)
             )
             # Views of the moments, which are stored at the end of the training.
             self._row_optimizer.state = [one[None] for one in self.moments]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from coterie._util import pages
+from coterie._util.tensors import index_each, index_optional
 from coterie.engine._base import Engine, Objective, cross_entropy
 from coterie.engine._flat import FlatModel, FlatOptimizer
 from coterie.engine._rewrites import align_memory, plain_attention
@@ -30,13 +31,12 @@ def has_unsafe_convolution(module: nn.Module) -> bool:
     channels than a vector holds (https://github.com/uxlfoundation/oneDNN/issues/6035): results are
     wrong, or the process dies.
     """
-    convolutions = [part for part in module.modules() if isinstance(part, nn.Conv2d)]
-    return any(
-        max(part.kernel_size) == 1
-        and max(part.stride) > 1
-        and part.in_channels // part.groups < _VECTOR
-        for part in convolutions
-    )
+    for part in module.modules():
+        if isinstance(part, nn.Conv2d):
+            few_channels = part.in_channels // part.groups < _VECTOR
+            if max(part.kernel_size) == 1 and max(part.stride) > 1 and few_channels:
+                return True
+    return False
 
 
 class LoopEngine(Engine):
@@ -118,14 +118,16 @@ class LoopEngine(Engine):
             away, anchor = torch.empty_like(model.trained), torch.empty_like(model.trained)
             # In the order of the model's vector, so that one subtraction serves all tensors.
             model.copy_from_row(anchor, work.anchor[number, : self.layout.trainable])
-        moments = None if work.moments is None else work.moments[number]
-        taken = None if work.steps_taken is None else work.steps_taken[number]
-        rates = None if work.rates is None else work.rates[number].tolist()
+        moments = index_optional(work.moments, number)
+        taken = index_optional(work.steps_taken, number)
+        rates: list[float | None] = [None] * work.num_steps
+        if work.rates is not None:
+            rates = work.rates[number].tolist()
         losses: list[Tensor] = []
         model.load_row(row)
         with optimizer.use_state(moments, taken):
-            for x, y, inputs in work.iterate_batches(number):
-                rate = None if rates is None else rates[len(losses)]
+            # A client may take fewer steps than the table of rates has columns.
+            for rate, (x, y, inputs) in zip(rates, work.iterate_batches(number), strict=False):
                 losses.append(self._run_backward(model, x, y, inputs))
                 if away is not None and anchor is not None:
                     model.gradient.add_(torch.sub(model.trained, anchor, out=away), alpha=work.prox)
@@ -167,11 +169,10 @@ class LoopEngine(Engine):
         # Autocast leaves bfloat16; losses have the type of the model.
         outputs = outputs.to(self.layout.dtype)
         # For cross-entropy PyTorch's own mean is one call instead of two.
-        loss = (
-            functional.cross_entropy(outputs, y)
-            if self._is_cross_entropy
-            else self.objective(outputs, y).mean()
-        )
+        if self._is_cross_entropy:
+            loss = functional.cross_entropy(outputs, y)
+        else:
+            loss = self.objective(outputs, y).mean()
         loss.backward()
         model.sync_running_stats()
         return loss.detach()
@@ -189,8 +190,8 @@ class LoopEngine(Engine):
         if not self.layout.draws[training]:
             yield
             return
-        key = inputs.get(KEY)
-        key = torch.zeros((), dtype=torch.int64, device=device) if key is None else key.to(device)
+        # A trial of the engine has no keys; what it draws does not matter.
+        key = inputs.get(KEY, torch.zeros((), dtype=torch.int64)).to(device)
         with plain_attention(device), KeyedDraws(key) as draws:
             yield
         self.drew[training] = draws.number > 0
@@ -202,9 +203,9 @@ class LoopEngine(Engine):
 
     def _forward_precision(self, device: torch.device) -> AbstractContextManager[None]:
         """Set what only a forward pass takes."""
-        return (
-            product_precision(self.precision, device) if self.precision == "bf16" else nullcontext()
-        )
+        if self.precision != "bf16":
+            return nullcontext()
+        return product_precision(self.precision, device)
 
     def compute_gradients(
         self, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
@@ -219,7 +220,7 @@ class LoopEngine(Engine):
         for i, row in enumerate(rows):
             model.load_row(row)
             with self._product_precision(rows.device):
-                own = {name: value[i] for name, value in inputs.items()}
+                own = index_each(inputs, i)
                 losses[i] = self._run_backward(model, align_memory(x[i]), y[i], own)
             model.copy_to_row(model.gradient, gradients[i])
             model.store_row(after[i])
@@ -228,11 +229,12 @@ class LoopEngine(Engine):
     def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `Engine.forward`."""
         model, outputs = self._flat_model(rows.device), []
+        x = x.expand(len(rows), *x.shape[1:])
         with torch.no_grad(), product_precision(self.precision, rows.device):
             for i, row in enumerate(rows):
                 model.load_row(row)
-                own = {name: value[i] for name, value in inputs.items()}
+                own = index_each(inputs, i)
                 model.set_inputs(own)
                 with self._keyed_draws(own, rows.device, False):
-                    outputs.append(model.eval_module(align_memory(x[i if len(x) > 1 else 0])))
+                    outputs.append(model.eval_module(align_memory(x[i])))
         return torch.stack(outputs).to(rows.dtype)

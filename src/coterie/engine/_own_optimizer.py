@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie._util.importing import import_object
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, first_line
 from coterie.rng import Rng
 
 # Of the trial below: several steps, since an optimizer's state acts from the second one on.
@@ -49,9 +49,9 @@ def make_custom_optimizer(
         return kind(list(parameters), lr=lr, **arguments)  # type: ignore[call-arg]
     # A foreign class may raise anything.
     except Exception as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"{what} cannot be made with lr and optimizer_options = {dict(options)}: {said}"
+            f"{what} cannot be made with lr and optimizer_options = {dict(options)}: "
+            f"{first_line(error)}"
         ) from error
 
 
@@ -88,8 +88,7 @@ def _check_elementwise(path: str, options: str) -> None:
     if not torch.allclose(whole, parts, rtol=1e-9, atol=1e-12):
         raise ConfigError(
             f"optimizer {path!r} does not treat every parameter alone: a step on a vector differs "
-            "from steps on its "
-            "parts; expected an elementwise optimizer, such as torch.optim:NAdam"
+            "from steps on its parts; expected an elementwise optimizer, such as torch.optim:NAdam"
         )
 
 
@@ -102,10 +101,8 @@ def _run_steps(
 ) -> Tensor:
     """Return a vector after some steps, cut into tensors of some shapes."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    parts = [
-        nn.Parameter(one.reshape(shape))
-        for one, shape in zip(start.clone().split(sizes), shapes, strict=True)
-    ]
+    pieces = zip(start.clone().split(sizes), shapes, strict=True)
+    parts = [nn.Parameter(piece.reshape(shape)) for piece, shape in pieces]
     optimizer = make_custom_optimizer(path, options, _RATE, parts)
     for gradient in gradients:
         for part, one in zip(parts, gradient.split(sizes), strict=True):
@@ -113,10 +110,9 @@ def _run_steps(
         try:
             optimizer.step()
         except Exception as error:
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(
-                f"optimizer {path!r} cannot take a step from gradients alone ({said}); expected "
-                "one that needs no "
-                "closure, and takes dense gradients of any shape"
+                f"optimizer {path!r} cannot take a step from gradients alone "
+                f"({first_line(error)}); expected one that needs no closure, and takes dense "
+                "gradients of any shape"
             ) from error
     return torch.cat([part.detach().reshape(-1) for part in parts])

@@ -4,6 +4,7 @@ The engines apply them while a module runs; the module and its layers stay what 
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -29,9 +30,9 @@ def align_memory(tensor: Tensor) -> Tensor:
 
     Without this a client's last bits would depend on its row, and so on the other hosted clients.
     """
-    return (
-        tensor.clone() if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT else tensor
-    )
+    if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT:
+        return tensor.clone()
+    return tensor
 
 
 class UnbatchedProducts(TorchDispatchMode):
@@ -50,13 +51,11 @@ class UnbatchedProducts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute one operation."""
         if func is torch.ops.aten.bmm.default:
-            factors = zip(*args, strict=True)
-            return torch.stack(
-                [
-                    torch.mm(align_memory(a.contiguous()), align_memory(b.contiguous()))
-                    for a, b in factors
-                ]
-            )
+            products = []
+            for a, b in zip(*args, strict=True):
+                a, b = align_memory(a.contiguous()), align_memory(b.contiguous())
+                products.append(torch.mm(a, b))
+            return torch.stack(products)
         return func(*args, **(kwargs or {}))
 
 
@@ -81,11 +80,9 @@ def grad_and_value(
                 grads = torch.autograd.grad(
                     loss, list(wrapped.values()), create_graph=True, allow_unused=True
                 )
-                found |= {
-                    name: grad
-                    for name, grad in zip(wrapped, grads, strict=True)
-                    if grad is not None
-                }
+                for name, grad in zip(wrapped, grads, strict=True):
+                    if grad is not None:
+                        found[name] = grad
             whole: Any = (found, (loss, aux))
             return steps._undo_create_differentiable(whole, level)
 
@@ -119,14 +116,9 @@ def pool_by_slices(
         return NotImplemented
     height, width = kernel
     rows, columns = x.shape[-2] // height * height, x.shape[-1] // width * width
-    best: Tensor | None = None
-    for i in range(height):
-        for j in range(width):
-            # Entry (i, j) of every window.
-            part = x[..., i:rows:height, j:columns:width]
-            best = part if best is None else _elementwise_max(best, part)
-    assert best is not None
-    return best
+    # Entry (i, j) of every window, in row-major order.
+    entries = [x[..., i:rows:height, j:columns:width] for i in range(height) for j in range(width)]
+    return functools.reduce(_elementwise_max, entries)
 
 
 def _elementwise_max(best: Tensor, part: Tensor) -> Tensor:
@@ -221,10 +213,9 @@ def _window_slices(size: torch.Size, windows: tuple[int, ...]) -> list[tuple[sli
         size[-2:], windows[:2], windows[2:4], windows[4:], strict=True
     ):
         reach = length - dilation * (kernel - 1)  # places that the kernel's first entry can be at
-        sides.append(
-            [slice(dilation * entry, dilation * entry + reach, stride) for entry in range(kernel)]
-        )
-    return [(row, column) for row in sides[0] for column in sides[1]]
+        starts = range(0, dilation * kernel, dilation)
+        sides.append([slice(start, start + reach, stride) for start in starts])
+    return list(itertools.product(*sides))
 
 
 class _ExtractWindows(torch.autograd.Function):
@@ -238,9 +229,7 @@ class _ExtractWindows(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, windows: tuple[int, ...]) -> Tensor:
         """Take the windows of images that lie channel by channel."""
-        return torch.stack(
-            [x[..., rows, columns] for rows, columns in _window_slices(x.shape, windows)], 1
-        )
+        return torch.stack([x[..., *place] for place in _window_slices(x.shape, windows)], 1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, tuple[int, ...]], output: Tensor) -> None:
@@ -299,7 +288,7 @@ Moments = Callable[[Tensor, float], tuple[Tensor, Tensor, Tensor]]
 
 
 def _batch_moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    axes = [axis for axis in range(x.ndim) if axis != 1]
+    axes = [0, *range(2, x.ndim)]
     variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
     # Written out: the last bits of the fused kernel depend on the other rows.
     return (x - mean) * torch.rsqrt(variance + eps), mean.flatten(), variance.flatten()
@@ -330,8 +319,8 @@ def normalize_batch(
         moments: how to normalize by the batch.
     """
     x = input
-    # Mean and variance need more digits than bfloat16 has.
-    x = x.float() if x.dtype == torch.bfloat16 else x
+    if x.dtype == torch.bfloat16:  # mean and variance need more digits
+        x = x.float()
     shape = (1, -1, *(1 for _ in x.shape[2:]))
     if training:
         functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
@@ -346,8 +335,11 @@ def normalize_batch(
         assert running_mean is not None
         assert running_var is not None
         y = (x - running_mean.reshape(shape)) * torch.rsqrt(running_var + eps).reshape(shape)
-    y = y if weight is None else y * weight.reshape(shape)
-    return y if bias is None else y + bias.reshape(shape)
+    if weight is not None:
+        y = y * weight.reshape(shape)
+    if bias is not None:
+        y = y + bias.reshape(shape)
+    return y
 
 
 def _count_batches(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The vmap engine: a block of clients as one batched program (torch.func.vmap over grad)."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn import functional
 
+from coterie._util.tensors import index_each
 from coterie.engine._base import Engine, Objective, cross_entropy
 from coterie.engine._graphs import ReplayedFunction
 from coterie.engine._rewrites import (
@@ -37,8 +38,6 @@ _CONVOLUTIONS = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
-# On a CPU a client's bits must not depend on the block; a device has a tolerance instead, and few
-# launches count more.
 # layers that call none of these functions
 _PLAIN = {
     nn.Sequential, nn.Linear, nn.Flatten, nn.Identity, nn.Dropout, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU,
@@ -48,6 +47,8 @@ _ATTENTION: dict[Any, Callable[..., Any]] = {
     for func in (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
 }
 _BOTH = {functional.batch_norm: normalize_batch, **_ATTENTION}
+# On a CPU a client's bits must not depend on the block; a device has a tolerance instead, and few
+# launches count more.
 _TRAINING: dict[str, dict[Any, Callable[..., Any]]] = {
     "cpu": {torch.conv2d: convolve_unfolded, **_BOTH},
     "other": {torch.conv2d: convolve_windowed, **_BOTH},
@@ -84,7 +85,6 @@ class VmapEngine(Engine):
         self._train_module = with_counted_batches(layout.train_module)
         self._eval_module = layout.eval_module
         self.modules = (self._train_module, self._eval_module)
-        # The mode sees every call of PyTorch, which takes longer than small layers do.
         self._replaces = any(type(part) not in _PLAIN for part in layout.eval_module.modules())
         self._has_convolutions = any(
             isinstance(part, _CONVOLUTIONS) for part in layout.eval_module.modules()
@@ -111,7 +111,7 @@ class VmapEngine(Engine):
         y: Tensor,
     ) -> tuple[Tensor, dict]:
         tensors = {**trained, **self.layout.unpack_state(state), **inputs}
-        with ReplacedFunctions(functions) if self._replaces else nullcontext():
+        with self._replace_functions(functions):
             outputs = self.layout.call_module(self._train_module, tensors, x)
         loss = self._objective(outputs.to(self.layout.dtype), y).mean()
         # The module has written into its buffers, or replaced them.
@@ -124,9 +124,26 @@ class VmapEngine(Engine):
             return after.to(before.dtype)
         return torch.where(after == before.round().to(after.dtype), before, after.to(before.dtype))
 
+    def _replace_functions(
+        self, functions: Mapping[Any, Callable[..., Any]]
+    ) -> AbstractContextManager[Any]:
+        # The mode sees every call of PyTorch, which takes longer than small layers do.
+        if not self._replaces:
+            return nullcontext()
+        return ReplacedFunctions(functions)
+
+    @contextmanager
+    def _set_products(self, device: torch.device) -> Iterator[None]:
+        """Compute products at the engine's precision; on a CPU one by one."""
+        with ExitStack() as modes:
+            modes.enter_context(product_precision(self.precision, device))
+            if device.type == "cpu":
+                modes.enter_context(UnbatchedProducts())
+            yield
+
     def _model_outputs(self, tensors: dict, x: Tensor, inputs: dict) -> Tensor:
         tensors = {**tensors, **self.layout.unpack_state(tensors), **inputs}
-        with ReplacedFunctions(_EVALUATION) if self._replaces else nullcontext():
+        with self._replace_functions(_EVALUATION):
             outputs = self.layout.call_module(self._eval_module, tensors, x)
         return outputs.to(self.layout.dtype)
 
@@ -158,10 +175,7 @@ class VmapEngine(Engine):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Engine.compute_gradients`."""
         cpu = rows.device.type == "cpu"
-        with (
-            product_precision(self.precision, rows.device),
-            UnbatchedProducts() if cpu else nullcontext(),
-        ):
+        with self._set_products(rows.device):
             # A graph takes tensors by position.
             if self._replayed is not None and not cpu:
                 keys = inputs.get(KEY, _zero_keys(rows))
@@ -188,32 +202,26 @@ class VmapEngine(Engine):
             grads, (losses, new_state) = self._gradients[device](
                 trained, state, {**given, **self._frozen_weights(rows)}, x, y
             )
-        after = (
-            layout.join_tensors(new_state, trainable=False, lead=1)
-            if state
-            else rows[:, layout.trainable :]
-        )
+        after = rows[:, layout.trainable :]
+        if state:
+            after = layout.join_tensors(new_state, trainable=False, lead=1)
         return losses.detach(), layout.join_tensors(grads, trainable=True, lead=1), after.detach()
 
     def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `Engine.forward`."""
         cpu = rows.device.type == "cpu"
-        with (
-            torch.no_grad(),
-            product_precision(self.precision, rows.device),
-            UnbatchedProducts() if cpu else nullcontext(),
-        ):
+        with torch.no_grad(), self._set_products(rows.device):
             views, given = self.layout.split_rows(rows), {**inputs, **self._frozen_weights(rows)}
+            own_x = x.expand(len(rows), *x.shape[1:])
             if self.runs_one_by_one(rows.device):
-                return torch.stack(
-                    [self._forward_one(views, x, given, i) for i in range(len(rows))]
-                )
+                outputs = [self._forward_one(views, own_x, given, i) for i in range(len(rows))]
+                return torch.stack(outputs)
             with self._keyed_draws(given, _zero_keys(rows), False) as given:
                 # With a shared batch, vmap makes one product of all clients' weights, whose
                 # rounding depends on how many they are: not on a CPU.
                 if len(x) == 1 and not cpu:
                     return self._forward_shared(views, x[0], given)
-                return self._forward(views, x.expand(len(rows), *x.shape[1:]), given)
+                return self._forward(views, own_x, given)
 
     def _frozen_weights(self, rows: Tensor) -> dict[str, Tensor]:
         """Return the frozen weights for each row: a product with one for all rounds by number.
@@ -230,10 +238,9 @@ class VmapEngine(Engine):
     def _forward_one(
         self, views: dict[str, Tensor], x: Tensor, inputs: Mapping[str, Tensor], i: int
     ) -> Tensor:
-        tensors = {name: view[i] for name, view in views.items()}
-        own = {name: value[i] for name, value in inputs.items()}
+        own = index_each(inputs, i)
         with self._keyed_draws(own, _zero_keys(x)[0], False) as given:
-            return self._model_outputs(tensors, x[i if len(x) > 1 else 0], given)
+            return self._model_outputs(index_each(views, i), x[i], given)
 
 
 def _zero_keys(rows: Tensor) -> Tensor:

@@ -5,11 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from coterie._util.tensors import index_each, index_optional
 from coterie.data.source import is_images, normalize_images
 from coterie.engine._augment import Augmentation, FunctionAugmentation
 from coterie.engine.noise import InputNoise
@@ -84,21 +86,16 @@ class RawSamples:
     def _channel_stats(self) -> tuple[Tensor, Tensor]:
         """Mean and deviation of each channel, shaped like an image."""
         shape = (-1, *(1 for _ in self.input_shape[1:]))
-        mean, std = (
-            torch.tensor(each, dtype=self.dtype, device=self.device)
-            for each in (self.mean, self.std)
-        )
+        mean = torch.tensor(self.mean, dtype=self.dtype, device=self.device)
+        std = torch.tensor(self.std, dtype=self.dtype, device=self.device)
         return mean.reshape(shape), std.reshape(shape)
 
     def prepare_targets(self, places: Int[Tensor, "..."]) -> Shaped[Tensor, "..."]:
         """Return targets: integers as int64, numbers as `dtype`."""
         y = self.y[places.to(self.device)]
-        return y.to(self.dtype) if y.is_floating_point() else y.to(torch.int64)
-
-
-def _select_rows(values: Tensor | None, rows: slice) -> Tensor | None:
-    """Return some rows of a tensor; None where there is none."""
-    return None if values is None else values[rows]
+        if y.is_floating_point():
+            return y.to(self.dtype)
+        return y.to(torch.int64)
 
 
 @dataclass(frozen=True)
@@ -150,20 +147,26 @@ class TrainingWork:
         """The largest number of steps of any client."""
         return self.batch_sizes.shape[1]
 
+    def rates_on(self, device: torch.device) -> Float[Tensor, "clients steps"] | None:
+        """Return the rates on a device, to which they go in one copy instead of one a step."""
+        if self.rates is None:
+            return None
+        return self.rates.to(device)
+
     def select_clients(self, rows: slice) -> "TrainingWork":
         """Return the training of some of the clients."""
         return replace(
             self,
             sample_indices=self.sample_indices[rows],
             batch_sizes=self.batch_sizes[rows],
-            anchor=_select_rows(self.anchor, rows),
-            inputs={name: value[rows] for name, value in self.inputs.items()},
-            draw_keys=_select_rows(self.draw_keys, rows),
+            anchor=index_optional(self.anchor, rows),
+            inputs=index_each(self.inputs, rows),
+            draw_keys=index_optional(self.draw_keys, rows),
             augment=self.augment and replace(self.augment, keys=self.augment.keys[rows]),
             noise=self.noise and self.noise.select_clients(rows),
-            moments=_select_rows(self.moments, rows),
-            steps_taken=_select_rows(self.steps_taken, rows),
-            rates=_select_rows(self.rates, rows),
+            moments=index_optional(self.moments, rows),
+            steps_taken=index_optional(self.steps_taken, rows),
+            rates=index_optional(self.rates, rows),
             seed_torch=lambda row: self.seed_torch((rows.start or 0) + row),
             private=self.private and self.private.select_clients(rows),
         )
@@ -184,7 +187,7 @@ class TrainingWork:
             batch_sizes=self.batch_sizes[:, only],
             anchor=None,
             prox=0.0,
-            inputs={name: value[:, only] for name, value in self.inputs.items()},
+            inputs=index_each(self.inputs, (slice(None), only)),
             draw_keys=None if self.draw_keys is None else step_keys(self.draw_keys, step),
             augment=self.augment and replace(self.augment, keys=self.augment.keys + step),
             noise=self.noise and replace(self.noise, keys=self.noise.keys + step),
@@ -212,9 +215,8 @@ class TrainingWork:
         owner = torch.repeat_interleave(torch.arange(len(members)), sizes)
         # A sample's place in its batch: its number less that of the first sample of its client.
         place = torch.arange(len(owner)) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
-        owner, who, place = (
-            each.to(self.samples.device) for each in (owner, members[owner], place)
-        )
+        device = self.samples.device
+        owner, who, place = owner.to(device), members[owner].to(device), place.to(device)
         keys, augment, noise = self.draw_keys, self.augment, self.noise
         if keys is not None:
             keys = splitmix(step_keys(keys[who], step) + place)
@@ -245,7 +247,7 @@ class TrainingWork:
     def gather_batch(self, members: Int[Tensor, " members"], step: int, size: int) -> Batch:
         """Return the batches of some clients in a step."""
         places = self.sample_indices[members, step, :size]
-        values = {name: value[members, step] for name, value in self.inputs.items()}
+        values = index_each(self.inputs, (members, step))
         if self.draw_keys is not None:
             values[KEY] = step_keys(self.draw_keys[members], step)
         x = self.samples.prepare_inputs(places)
@@ -303,14 +305,14 @@ class TrainingWork:
                 1, min(_STEPS, _GATHERED // (size * max(1, math.prod(self.samples.input_shape))))
             )
             # A gather has one size of batch: a batch of another size begins a new one.
-            stop = next(
-                (step for step in range(start, len(lengths)) if lengths[step] != size), len(lengths)
-            )
-            steps = range(start, min(most, stop))
+            stop = start
+            while stop < min(most, len(lengths)) and lengths[stop] == size:
+                stop += 1
+            steps = range(start, stop)
             places = self.sample_indices[row, start : steps.stop, :size]
             x, y = self.samples.prepare_inputs(places), self.samples.prepare_targets(places)
             for number, step in enumerate(steps):
-                values = {name: value[row, step] for name, value in self.inputs.items()}
+                values = index_each(self.inputs, (row, step))
                 if self.draw_keys is not None:
                     values[KEY] = step_keys(self.draw_keys[member], step)[0]
                 own, at = x[number : number + 1], places[number : number + 1]
@@ -328,15 +330,16 @@ class TrainingWork:
     @cached_property
     def _groups_by_step(self) -> list[list[tuple[int, Tensor]]]:
         """The groups of every step, whose members go to the samples' device at once."""
-        steps = [
-            [(size, rows) for size, rows in group_equal_values(length) if size]
-            for length in self.batch_sizes.T
-        ]
+        steps = []
+        for length in self.batch_sizes.T:
+            groups = dict(group_equal_values(length))
+            groups.pop(0, None)  # after a client's last step
+            steps.append(groups)
         # One copy for all steps: a copy in each step would make the device wait.
-        there = iter(
-            move_indices([rows for groups in steps for _, rows in groups], self.samples.device)
-        )
-        return [[(size, next(there)) for size, _ in groups] for groups in steps]
+        members = chain.from_iterable(groups.values() for groups in steps)
+        there = iter(move_indices(list(members), self.samples.device))
+        # zip takes from the groups of a step first, so that none of the next step is lost.
+        return [list(zip(groups, there, strict=False)) for groups in steps]
 
 
 @dataclass
@@ -356,7 +359,9 @@ def step_keys(keys: Int[Tensor, " clients"], step: int) -> Int[Tensor, " clients
     """Return the keys of a step's draws from those of a training: 64 bits, wrapping."""
     # The product wraps at 64 bits and is read as signed, as native/steps.h computes it.
     away = step * _GOLDEN % (1 << 64)
-    return keys + (away - (1 << 64) if away >> 63 else away)
+    if away >> 63:
+        away -= 1 << 64
+    return keys + away
 
 
 def group_equal_values(
@@ -377,11 +382,9 @@ def move_indices(
     parts: Sequence[Int[Tensor, " entries"]], device: torch.device
 ) -> list[Int[Tensor, " entries"]]:
     """Return index tensors on a device, to which they go in one copy."""
-    return (
-        list(torch.cat(list(parts)).to(device).split([len(part) for part in parts]))
-        if parts
-        else []
-    )
+    if not parts:
+        return []
+    return list(torch.cat(list(parts)).to(device).split(list(map(len, parts))))
 
 
 @dataclass(frozen=True)
@@ -410,13 +413,15 @@ class EvaluationPairs:
     def to_sample_device(self) -> "EvaluationPairs":
         """Return the same pairs with all but the sizes of sets on the samples' device."""
         device = self.samples.device
-        noise = None if self.noise is None else self.noise.to(device)
-        places, models, sets = (
-            each.to(device) for each in (self.sample_indices, self.models, self.sets)
-        )
+        noise = self.noise and self.noise.to(device)
         keys = None if self.draw_keys is None else self.draw_keys.to(device)
         return replace(
-            self, sample_indices=places, models=models, sets=sets, noise=noise, draw_keys=keys
+            self,
+            sample_indices=self.sample_indices.to(device),
+            models=self.models.to(device),
+            sets=self.sets.to(device),
+            noise=noise,
+            draw_keys=keys,
         )
 
     def draw_inputs(
@@ -438,7 +443,9 @@ class EvaluationPairs:
     ) -> Float[Tensor, "members width *features"]:
         """Return samples of some sets as the model takes them."""
         x = self.samples.prepare_inputs(places)
-        return x if self.noise is None else self.noise.add_to(x, sets, 0, places)
+        if self.noise is not None:
+            x = self.noise.add_to(x, sets, 0, places)
+        return x
 
 
 def first_equal_rows(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]:

@@ -20,20 +20,25 @@ def check_device(device: str) -> None:
     """
     found = re.fullmatch(r"cpu|cuda(?::(\d+))?", device)
     if found is None:
-        hint = (
-            "; 'mps' has no float64, in which models are averaged"
-            if device.startswith("mps")
-            else ""
-        )
+        hint = ""
+        if device.startswith("mps"):
+            hint = "; 'mps' has no float64, in which models are averaged"
         raise ConfigError(f"device is {device!r}; expected {_KNOWN}{hint}")
     if device == "cpu":
         return
-    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    number = _count_cuda_devices()
     if not number:
         raise ConfigError(f"device is {device!r}, but {_why_no_cuda()}, or set device = 'cpu'")
     if int(found[1] or 0) >= number:
         known = "'cuda'" if number == 1 else f"'cuda:0' to 'cuda:{number - 1}'"
         raise ConfigError(f"device is {device!r}; this machine has {known}")
+
+
+def _count_cuda_devices() -> int:
+    # The driver may count devices that this build of PyTorch cannot use.
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.device_count()
 
 
 def _why_no_cuda() -> str:
@@ -46,6 +51,7 @@ def _why_no_cuda() -> str:
 
 def describe_devices() -> str:
     """Say in a line which CUDA devices this machine has, or why it has none."""
-    number = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [torch.cuda.get_device_name(index) for index in range(number)]
-    return f"CUDA: {', '.join(names)}" if names else f"no CUDA: {_why_no_cuda()}"
+    names = list(map(torch.cuda.get_device_name, range(_count_cuda_devices())))
+    if not names:
+        return f"no CUDA: {_why_no_cuda()}"
+    return f"CUDA: {', '.join(names)}"

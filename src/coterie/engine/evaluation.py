@@ -294,7 +294,9 @@ class Evaluator:
             `params` with different models of theirs, and which of these each client has.
         """
         serves = self.data.test_set_numbers
-        same = torch.arange(len(params)) if inputs is not None else first_equal_rows(params)
+        same = torch.arange(len(params))
+        if inputs is None:
+            same = first_equal_rows(params)
         for number, test in enumerate(self.data.tests):
             rows = (serves == number).nonzero().flatten()
             models, which = same[rows].unique(return_inverse=True)
@@ -351,4 +353,6 @@ class Evaluator:
             yield from self.engine.iterate_outputs(table, pairs, given, self.block)
 
     def _or_zero(self, inputs: Mapping[str, Tensor] | None, table: Tensor) -> Mapping[str, Tensor]:
-        return self.layout.zero_inputs(len(table)) if inputs is None else inputs
+        if inputs is None:
+            return self.layout.zero_inputs(len(table))
+        return inputs

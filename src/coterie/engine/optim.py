@@ -17,6 +17,7 @@ from coterie._util.settings import (
     PositiveInt,
     Share,
 )
+from coterie._util.tensors import index_optional
 from coterie.engine import _own_optimizer
 from coterie.engine._augment import import_augmentation
 from coterie.engine.privacy import DPSGD, check_accountant, dp_table
@@ -52,8 +53,12 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 _OPTIMIZER_ARGUMENTS = tuple(
     dict.fromkeys(name for arguments in OPTIMIZERS.values() for name in arguments)
 )
-ADDED_FIELDS = (*(name for name in _OPTIMIZER_ARGUMENTS if name not in ("momentum", "weight_decay")),
-           "optimizer_options", "lr_schedule", "dp")  # fmt: skip
+ADDED_FIELDS = (
+    *(name for name in _OPTIMIZER_ARGUMENTS if name not in ("momentum", "weight_decay")),
+    "optimizer_options",
+    "lr_schedule",
+    "dp",
+)
 """Fields of `LocalTraining` that are younger than runs that are about."""
 
 _Decay = Annotated[float, Ge(0), Lt(1)]
@@ -160,22 +165,16 @@ class LocalTraining(Configurable):
         # A setting of another optimizer is refused, not ignored, unless it has its default.
         usual = {item.name: item.default for item in fields(self)}
         for name in _OPTIMIZER_ARGUMENTS:
-            if (
-                name not in OPTIMIZERS.get(self.optimizer, ())
-                and (found := getattr(self, name)) != usual[name]
-            ):
-                who = ", ".join(
-                    other for other, arguments in OPTIMIZERS.items() if name in arguments
-                )
-                advice = (
-                    "put it into optimizer_options"
-                    if self.custom_optimizer
-                    else f"leave it out, or take one of {who}"
-                )
-                raise ConfigError(
-                    f"{name} is {found!r}; optimizer = {self.optimizer!r} has no such setting: "
-                    f"{advice}"
-                )
+            found = getattr(self, name)
+            if name in OPTIMIZERS.get(self.optimizer, ()) or found == usual[name]:
+                continue
+            advice = "put it into optimizer_options"
+            if not self.custom_optimizer:
+                who = [other for other, arguments in OPTIMIZERS.items() if name in arguments]
+                advice = f"leave it out, or take one of {', '.join(who)}"
+            raise ConfigError(
+                f"{name} is {found!r}; optimizer = {self.optimizer!r} has no such setting: {advice}"
+            )
         plain = self.custom_optimizer is not None or not self.optimizer_options
         require(
             plain,
@@ -217,11 +216,12 @@ class LocalTraining(Configurable):
         """The arguments of the optimizer other than `lr`, by PyTorch's names."""
         if self.custom_optimizer:
             return dict(self.optimizer_options or {})
-        usual, given = (
-            OPTIMIZERS[self.optimizer],
-            {name: getattr(self, name) for name in OPTIMIZERS[self.optimizer]},
-        )
-        return {name: usual[name] if value is None else value for name, value in given.items()}
+        found = dict(OPTIMIZERS[self.optimizer])
+        for name in found:
+            value = getattr(self, name)
+            if value is not None:  # None stands for PyTorch's default
+                found[name] = value
+        return found
 
     @property
     def schedules(self) -> tuple[LrSchedule, ...]:
@@ -251,9 +251,9 @@ class LocalTraining(Configurable):
     ) -> Float[Tensor, "clients steps"] | None:
         """Return the learning rate of each step of a local training; None where it is `lr`."""
         schedules = self.schedules
-        return (
-            compute_learning_rates(schedules, self.lr, length, round, rounds) if schedules else None
-        )
+        if not schedules:
+            return None
+        return compute_learning_rates(schedules, self.lr, length, round, rounds)
 
     def check_imports(self) -> None:
         """Import what is named by its path and try it on a few numbers.
@@ -277,11 +277,10 @@ class LocalTraining(Configurable):
         # Runs that are older than a field keep their identity as long as it has its default.
         younger = {*ADDED_FIELDS, "persistent_client_optimizer"}
         said = {k: v for k, v in asdict(self).items() if k not in younger or v != usual[k]}
-        return (
-            said
-            if self.custom_optimizer
-            else {**said, "weight_decay": self.optimizer_arguments["weight_decay"]}
-        )
+        if not self.custom_optimizer:
+            # None and PyTorch's default, written out, are one setting.
+            said["weight_decay"] = self.optimizer_arguments["weight_decay"]
+        return said
 
 
 GRADIENT_ONLY = LocalTraining(optimizer="sgd", lr=0.0, momentum=0.5)
@@ -478,7 +477,7 @@ class RowOptimizer:
         # Its state is replaced below, so that of a matrix without entries costs nothing.
         part = RowOptimizer(self.local, torch.empty(0, 0))
         part.state = [one[chosen] for one in self.state]
-        part.taken = None if self.taken is None else self.taken[chosen]
+        part.taken = index_optional(self.taken, chosen)
         return part
 
     def store_rows(self, chosen: Tensor, part: "RowOptimizer") -> None:
@@ -489,4 +488,6 @@ class RowOptimizer:
 
 def _match_dtype(rows: Tensor, value: Any) -> Any:
     """Return a number of each row in the type of the rows, in which it then multiplies them."""
-    return value.to(rows.dtype) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.to(rows.dtype)
+    return value

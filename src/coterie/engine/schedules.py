@@ -182,10 +182,9 @@ class StepSchedule(LrSchedule):
 
     def lr_factor(self, number: int, total: int) -> float:
         """See `LrSchedule.lr_factor`."""
-        passed = (
-            sum(number >= one for one in self.at) if self.every is None else number // self.every
-        )
-        return self.gamma**passed
+        if self.every is not None:
+            return self.gamma ** (number // self.every)
+        return self.gamma ** sum(number >= one for one in self.at)
 
 
 @final
@@ -301,7 +300,9 @@ def schedule_tables(given: Any) -> Any:
         return {"kind": given.path, "over": given.over}
     if isinstance(given, LrSchedule):
         return {"kind": given.kind, **to_plain(given)}
-    return {"kind": find_import_path(given, "lr_schedule")} if callable(given) else given
+    if callable(given):
+        return {"kind": find_import_path(given, "lr_schedule")}
+    return given
 
 
 def compute_learning_rates(
@@ -342,8 +343,9 @@ def compute_learning_rates(
             continue
         # Clients with as many steps share their factors; no step is taken at the zeros behind them.
         for total in own.unique().tolist():
-            factors = [schedule.lr_factor(step, total) for step in range(total)] + [0.0] * (
-                length.shape[1] - total
+            factors = torch.zeros(length.shape[1], dtype=torch.float64)
+            factors[:total] = torch.tensor(
+                [schedule.lr_factor(step, total) for step in range(total)], dtype=torch.float64
             )
-            found[own == total] *= torch.tensor(factors, dtype=torch.float64)
+            found[own == total] *= factors
     return found

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from coterie._util import pages
 from coterie._util.finite import not_finite
+from coterie._util.tensors import index_optional
 from coterie.engine._base import Engine, explain_module_errors
 from coterie.engine._batches import BatchPlan, last_epoch_mean
 from coterie.engine._work import TrainingTotals, TrainingWork
@@ -203,7 +204,7 @@ class _TrackOptimizer:
         # below.
         rows, slope = params[:, columns], gradient[:, columns]
         if self._optimizer is None:
-            moments = None if self.moments is None else self.moments[:, :, columns]
+            moments = index_optional(self.moments, (slice(None), slice(None), columns))
             self._optimizer = RowOptimizer(steps.work.local, rows, moments, self.before)
         active, rate = steps.active_clients(step), None
         if steps.work.rates is not None:
@@ -216,7 +217,7 @@ class _TrackOptimizer:
         else:
             members = active.nonzero().flatten().to(params.device)
             part, some = self._optimizer.select_rows(members), rows[members]
-            part.step(some, slope[members], self._calls, None if rate is None else rate[members])
+            part.step(some, slope[members], self._calls, index_optional(rate, members))
             self._optimizer.store_rows(members, part)
             rows[members] = some
         if not inside:
@@ -235,4 +236,6 @@ def _select_columns(
     if not len(where):
         return slice(0)
     first, last = int(where[0]), int(where[-1])
-    return slice(first, last + 1) if last - first + 1 == len(where) else where
+    if last - first + 1 == len(where):
+        return slice(first, last + 1)
+    return where

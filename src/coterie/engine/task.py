@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from coterie._util.finite import not_finite
+from coterie._util.tensors import index_optional
 from coterie.data.federation import Federation
 from coterie.engine._base import MODULE_ERRORS, Engine, metric_names
 from coterie.engine._choice import default_block, make_engine
@@ -196,7 +197,7 @@ class Task:
 
     def select_clients(self, rows: Int[Tensor, " rows"]) -> "Task":
         """Return a view of some of the hosted clients; the data are not copied."""
-        clusters = None if self.clusters is None else self.clusters[rows]
+        clusters = index_optional(self.clusters, rows)
         return replace(self._with_data(self.data.select_clients(rows)), clusters=clusters)
 
     def first_clients_alone(self, count: int) -> "Task":
@@ -205,7 +206,7 @@ class Task:
         First models are the module's own: only shapes may depend on such a view.
         """
         alone = self._with_data(self.data.first_clients_alone(count))
-        clusters = None if self.clusters is None else self.clusters[:count]
+        clusters = index_optional(self.clusters, slice(count))
         return replace(alone, clusters=clusters, starts_from_module=True)
 
     def for_round(self, rng: Rng) -> "Task":
@@ -397,8 +398,7 @@ def _check_output_is_needed(layout: Layout, x: Tensor) -> None:
     if len(seen) == 2 and all(seen):
         raise ConfigError(
             f"output is {layout.output.name!r}, which names an entry of what the module returns; "
-            "it "
-            "returns a tensor, so leave output out"
+            "it returns a tensor, so leave output out"
         )
 
 

@@ -249,7 +249,7 @@ class Trainer:
             inputs=inputs or {},
             draw_keys=draw_keys,
             augment=self._make_augmentation(local, rng, purpose),
-            noise=None if noise is None else noise.to(data.samples.device),
+            noise=noise and noise.to(data.samples.device),
             rates=local.learning_rates(
                 schedule.active_steps.to(torch.int64), rng.round, self.rounds
             ),
@@ -354,7 +354,9 @@ class Trainer:
         if not alone or self._can_train_on_one_sample():
             return
         name, samples = owner or self.data.client_name(alone[0]), counts[alone[0]]
-        more = f" ({len(alone) - 1} more like it)" if len(alone) > 1 else ""
+        more = ""
+        if len(alone) > 1:
+            more = f" ({len(alone) - 1} more like it)"
         needs = "batch normalization needs two or more"
         other = "a model without it (nn.GroupNorm, nn.LayerNorm)"
         if local.batch_size == 1:

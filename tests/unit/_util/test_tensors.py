@@ -1,0 +1,20 @@
+"""Parts of tensors, of absent ones too."""
+
+import torch
+
+from coterie._util.tensors import index_each, index_optional
+
+
+def test_an_absent_tensor_has_no_part():
+    values = torch.tensor([[1, 2], [3, 4]])
+    assert index_optional(values, (slice(None), 1)).tolist() == [2, 4]
+    assert index_optional(None, 1) is None
+
+
+def test_each_tensor_gives_the_same_part():
+    tensors = {"a": torch.arange(3), "b": torch.arange(6).reshape(3, 2)}
+    found = index_each(tensors, torch.tensor([2, 0]))
+    assert {name: part.tolist() for name, part in found.items()} == {
+        "a": [2, 0],
+        "b": [[4, 5], [0, 1]],
+    }
