@@ -17,6 +17,7 @@ show, and docs/reference/stored-results.md.
 """
 
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -649,8 +650,15 @@ def _outcome(run: stored_runs.StoredRun) -> dict[str, float]:
     """Return the Rand indices and the number of the clusters that a run ended with, and its best rounds."""
     table = run.metrics
     best = final_metrics.compute_maxima(table, run.client_clusters.index.to_numpy())
-    # A client that was in no cohort has no value.
-    values = {name: float(value.nanmean()) for name, value in best.items()}
+    # A client that was in no cohort has no value, and does not count; one whose model diverged does.
+    clients = torch.tensor(run.client_clusters.index.to_numpy(int))
+    lost = torch.isin(
+        clients, torch.tensor(table.loc[final_metrics.find_diverged(table), "client"].to_numpy(int))
+    )
+    values = {
+        name: math.nan if bool(value[lost].isnan().any()) else float(value.nanmean())
+        for name, value in best.items()
+    }
     labels = table.loc[(table["metric"] == "label").to_numpy()]
     if len(labels):
         last = labels.loc[(labels["round"] == labels["round"].max()).to_numpy()].sort_values(

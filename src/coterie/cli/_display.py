@@ -163,6 +163,9 @@ def _make_line_observer(console: Console, every: float = SECONDS) -> RunObserver
 
 def _format_score(step: Step) -> str:
     """Format the validation metric or loss, if this round was evaluated."""
+    if step.diverged:
+        clients = "client" if step.diverged == 1 else "clients"
+        return f"{step.diverged} {clients} diverged"
     if np.isnan(step.score):
         return "" if np.isnan(step.loss) else f"val. loss {step.loss:.4g}"
     metric = REGISTRY[step.metric]

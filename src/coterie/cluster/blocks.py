@@ -430,6 +430,8 @@ class DriverLoop(Loop):
                     self.mean_reports |= {
                         name: float(value.double().nanmean()) for name, value in kept.items()
                     }
+                    if metrics.DIVERGED.name in entry.values:
+                        self._note_diverged(entry.ids)
             elif entry.kind == "drop":
                 self.record.drop_metrics(entry.round, entry.split, entry.model)
             elif entry.kind == "edges":

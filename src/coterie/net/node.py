@@ -619,9 +619,9 @@ class Node:
         self._local = [*self._local[-20:], seconds - exchanging]
         checkpoint.save(self.folder, self.loop, self._identity, self._timing())
         self._write_journal({"event": "round", "round": index})
-        values: dict[str, Any] = {
-            name: float(value.nanmean()) for name, value in self.loop.validation.items()
-        }
+        values: dict[str, Any] = self.loop.mean_validation()
+        if lost := int(self.loop.diverged_on_validation.sum()):
+            values["diverged"] = lost
         self.log("round", seconds=seconds, exchanging=exchanging, **values)
         if (
             self.post.ahead is not None
@@ -863,9 +863,17 @@ class Node:
             out.append(
                 ("coterie_missing_total", "messages missing", {**labels, "reason": reason}, number)
             )
-        for name, value in self.loop.validation.items():
-            mean = float(value.nanmean())
-            out.append((f"coterie_validation_{name}", "newest, mean over clients", labels, mean))
+        for name, mean in self.loop.mean_validation().items():
+            what = "newest, mean over clients; NaN when one diverged"
+            out.append((f"coterie_validation_{name}", what, labels, mean))
+        out.append(
+            (
+                "coterie_diverged",
+                "clients of this node whose validation loss is not finite",
+                labels,
+                int(self.loop.diverged_on_validation.sum()),
+            )
+        )
         out.append(("coterie_process_id", "id of the process", labels, os.getpid()))
         return out
 

@@ -215,18 +215,20 @@ def render_client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metr
     body = []
     for label, group in group_by_label(chosen).items():
         ids = range(len(names))
-        values = [run.final_values(metric.name).reindex(ids).to_numpy(float) for run in group]
+        values = [run.defined_values(metric.name) for run in group]
         cells = []
         for client in ids:
-            # A seed in which the metric is not defined does not count.
-            known = [own[client] for own in values if math.isfinite(own[client])]
-            mean = float(sum(known)) / len(known) if known else None
-            cells.append(render_cell(mean, metric.format_value(mean)))
+            # A seed whose data leave the metric undefined does not count; one in which the model
+            # diverged does: then there is no mean.
+            known = [float(own.loc[client]) for own in values if client in own.index]
+            mean = sum(known) / len(known) if known else math.nan
+            shown = mean if math.isfinite(mean) else None
+            cells.append(render_cell(shown, metric.format_value(shown)))
         body.append(f'<tr><th scope="row">{escape(label)}</th>{"".join(cells)}</tr>')
     head = "".join(f'<th scope="col">{escape(shorten_text(name))}</th>' for name in names)
     caption = (
-        f"{metric.heading('test')} of each client, mean over seeds; a dash where it is not "
-        "defined in any."
+        f"{metric.heading('test')} of each client, mean over seeds; a dash where a model diverged, "
+        "or where it is not defined in any."
     )
     caption = escape(caption[0].upper() + caption[1:])
     return (

@@ -18,8 +18,13 @@ from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
 from coterie._util.names import format_client, shorten_text
 from coterie.errors import ConfigError, DataError
-from coterie.functional.metrics import LABEL, Metric
-from coterie.report.data.packing import align_seeds, build_dense_table, nan_mean_std
+from coterie.functional.metrics import DIVERGED, LABEL, Metric
+from coterie.report.data.packing import (
+    align_seeds,
+    build_dense_table,
+    mean_over_clients,
+    nan_mean_std,
+)
 from coterie.results import graph, summary
 from coterie.results.stored_runs import (
     FEDERATION,
@@ -134,7 +139,9 @@ def draw_band(
     # Seeds that lack a round do not count in it.
     mean, spread = nan_mean_std(values)
     style = select_style(place)
-    axes.plot(x, scale * mean, label=name, color=style["color"], linestyle=style["linestyle"])
+    # A curve ends where a model diverges, which the legend says.
+    shown = f"{name} ({DIVERGED.title})" if np.isinf(values).any() else name
+    axes.plot(x, scale * mean, label=shown, color=style["color"], linestyle=style["linestyle"])
     if len(values) > 1:
         low, high = scale * (mean - spread), scale * (mean + spread)
         axes.fill_between(x, low, high, color=style["color"], alpha=0.18, lw=0)
@@ -218,6 +225,7 @@ def draw_bars(runs: NamedRuns, *, metric: str | None = None, cluster: str = "all
         axes.errorbar(
             place, scale * mean, yerr=bar, fmt=style["marker"], color=style["color"], capsize=3
         )
+        _note_undefined(axes, place, mean)
     for name, mean, spread in bands:
         color, hatch = (COLORS[2], "///") if kinds[name] == "oracle" else (COLORS[4], "...")
         half = _scale_deviation(scale, spread) or 0.0
@@ -236,6 +244,21 @@ def draw_bars(runs: NamedRuns, *, metric: str | None = None, cluster: str = "all
     return figure, table
 
 
+def _note_undefined(axes: Axes, place: float, value: float) -> None:
+    """Write at the place of a method that it has no value: a model diverged, or no data has one."""
+    if not math.isfinite(value):
+        axes.text(
+            place,
+            0.02,
+            "not defined",
+            transform=axes.get_xaxis_transform(),
+            rotation=90,
+            ha="center",
+            va="bottom",
+            fontsize=6,
+        )
+
+
 def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFigure:
     """Draw the final test metric of each client: a strip per method, shapes by planted cluster."""
     shown = choose_metric(runs, metric)
@@ -243,7 +266,7 @@ def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFi
     rows, named = [], set()
     groups = group_by_name(runs)
     for place, (name, group) in enumerate(groups.items()):
-        done = [run.final_values(shown.name) for run in group if run.is_finished]
+        done = [run.defined_values(shown.name) for run in group if run.is_finished]
         if not done:
             continue
         ids, cluster = done[0].index.to_numpy(np.int64), group[0].client_clusters
@@ -274,6 +297,7 @@ def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFi
                 rows.append((name, int(client), names[c], float(value)))
         mean = shown.scale * values.mean()
         axes.plot([place - 0.3, place + 0.3], [mean, mean], color="black", lw=1)
+        _note_undefined(axes, place, mean)
     # Long names overlap unless they are turned.
     if max(map(len, groups)) * len(groups) > 30:
         axes.set_xticks(range(len(groups)), list(groups), rotation=30, ha="right")
@@ -536,14 +560,14 @@ def _mean_over_clients(run: StoredRun, values: np.ndarray, cluster: str) -> np.n
     )
     members = {name: planted == c for c, name in names.items()}
     if cluster == "all":
-        return np.nanmean(values, axis=1) if values.size else np.zeros(0)
+        return mean_over_clients(values) if values.size else np.zeros(0)
     if cluster == "clusters" and members:
-        return np.mean([np.nanmean(values[:, mine], axis=1) for mine in members.values()], axis=0)
+        return np.mean([mean_over_clients(values[:, mine]) for mine in members.values()], axis=0)
     if cluster not in members:
         raise ConfigError(
             f"cluster is {cluster!r}; expected one of: all, clusters, {', '.join(members)}"
         )
-    return np.nanmean(values[:, members[cluster]], axis=1)
+    return mean_over_clients(values[:, members[cluster]])
 
 
 def select_style(place: int) -> dict[str, Any]:

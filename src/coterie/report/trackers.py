@@ -6,6 +6,7 @@ files in a local folder and sends nothing: MLflow a local store, Weights & Biase
 (`wandb sync` would send them).
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 from coterie._util import extras
 from coterie._util.names import format_clients
 from coterie.errors import ConfigError
-from coterie.functional.metrics import LOSS, Metric, metrics_to_store
+from coterie.functional.metrics import DIVERGED, LOSS, Metric, metrics_to_store
 from coterie.results.stored_runs import StoredRun
+from coterie.runtime.final_metrics import find_diverged
 from coterie.simulation.run import Observer, Progress
 
 PROJECT = "coterie"
@@ -161,7 +163,10 @@ def feed_while_running(
             "seconds": step.seconds,
             **{f"train/{name}": value for name, value in step.reported.items()},
         }
-        # NaN differs from itself: rounds without an evaluation have no score.
+        if step.diverged:
+            values[f"validation/{DIVERGED.name}"] = step.diverged
+        # NaN differs from itself: a round without an evaluation has no score, and neither has one
+        # in which a model diverged, which is counted.
         writers[key].log(
             step.round + 1, {name: value for name, value in values.items() if value == value}
         )
@@ -220,7 +225,12 @@ def _iterate_round_means(run: StoredRun) -> Iterator[tuple[int, dict[str, float]
         for name in ("round", "split", "model", "metric", "cluster", "value")
     )
     sums: dict[int, dict[str, list[float]]] = {}
-    for index, split, model, metric, cluster, value in zip(*columns, strict=True):
+    lost = find_diverged(run.metrics)
+    for row, (index, split, model, metric, cluster, value) in enumerate(zip(*columns, strict=True)):
+        # A client without a value does not count, unless its model diverged: then no mean may
+        # hide it.
+        if math.isnan(value) and not lost[row]:
+            continue
         # The newest models are the usual case and have no prefix.
         name = f"{split}/{metric}" if model == "current" else f"{model} {split}/{metric}"
         # A client without a planted cluster counts in the overall mean alone.

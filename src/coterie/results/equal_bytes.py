@@ -14,6 +14,7 @@ from coterie.functional import metrics
 from coterie.results import coverage, selection, stored_runs, summary
 from coterie.results.stored_runs import StoredRun, UnreadableRun
 from coterie.results.traffic import count_traffic
+from coterie.runtime.final_metrics import find_diverged
 
 Split = Literal["test", "validation"]
 Model = Literal["best", "current", "either"]
@@ -218,11 +219,13 @@ def _evaluate_at_budget(
     used = float(cumulated[last]) if last >= 0 else 0.0
     # The whole run fits: its final result counts.
     if tested and last + 1 >= run.num_rounds:
-        return last + 1, used, float(run.final_values(metric).mean(skipna=False))
-    values = _pivot_metric(run, "test" if tested else "validation", metric)
-    if not tested:
-        # Clients without validation data have no value in any round.
-        values = values.loc[:, values.notna().any().to_numpy()]
+        return last + 1, used, float(run.defined_values(metric).mean(skipna=False))
+    split: Split = "test" if tested else "validation"
+    values = _pivot_metric(run, split, metric)
+    # Clients without validation data, and those whose data leave the metric undefined, have no
+    # value in any round; neither has a model that diverged at once, which stays.
+    diverged = set(run.metrics.loc[find_diverged(run.metrics), "client"])
+    values = values.loc[:, values.notna().any().to_numpy() | values.columns.isin(diverged)]
     # Rounds within the budget.
     values = values.loc[(values.index <= last)]
     if not values.size:

@@ -74,15 +74,19 @@ def compute_gains(
 def compute_client_gains(
     runs: Sequence[StoredRun], baseline: str | None, metric: str
 ) -> dict[str, dict[int, pd.Series]]:
-    """Return the gain of each client over the baseline, by label and common seed."""
+    """Return the gain of each client over the baseline, by label and common seed.
+
+    A client whose test samples leave the metric undefined is left out, as in all means; the gain of
+    one whose model diverged is NaN.
+    """
     # A metric without a direction keeps its sign.
     sign = collect_metrics(runs)[metric].sign or 1
-    alone = {run.seed: run.final_values(metric) for run in runs if run.label == baseline}
+    alone = {run.seed: run.defined_values(metric) for run in runs if run.label == baseline}
     found: dict[str, dict[int, pd.Series]] = {}
     for run in runs:
         if run.label != baseline and run.seed in alone:
             found.setdefault(run.label, {})[run.seed] = sign * (
-                run.final_values(metric) - alone[run.seed]
+                run.defined_values(metric) - alone[run.seed]
             )
     return found
 

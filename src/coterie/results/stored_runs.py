@@ -6,6 +6,7 @@ loaded by the same code.
 """
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,7 +29,7 @@ from coterie.methods.base import Method
 from coterie.results.coverage import RunState, RunStatus
 from coterie.runtime import checkpoint, newcomers
 from coterie.runtime.checkpoint import PROVENANCE
-from coterie.runtime.final_metrics import select_final_tests
+from coterie.runtime.final_metrics import find_diverged, select_defined, select_final_tests
 from coterie.runtime.record import EDGE_COLUMNS, EDGES, METRIC_COLUMNS, METRICS
 
 CONFIG = "config.toml"
@@ -177,6 +178,15 @@ class StoredRun:
     def _final_value_cache(self) -> dict[str, pd.Series]:
         """What `final_values` has found, by metric: summaries and pages ask many times."""
         return {}
+
+    def defined_values(self, metric: str) -> pd.Series:
+        """Return the final values of the clients over which a mean of a metric is taken.
+
+        A client whose test samples leave the metric undefined is left out; one whose model
+        diverged is there, with NaN. See `final_metrics.select_defined`.
+        """
+        losses = self.final_values(metrics.LOSS.name)
+        return select_defined(self.final_values(metric), losses, self.known_metrics[metric])
 
     def test_curve(self, metric: str) -> tuple[list[int], list[float]]:
         """Return what `compute_test_curve` computes from its metrics."""
@@ -498,6 +508,8 @@ def find_declared_value(run: StoredRun, name: str) -> Any:
 def compute_test_curve(table: pd.DataFrame, metric: str) -> tuple[list[int], list[float]]:
     """Return the evaluated rounds, and the mean test metric of the newest models.
 
+    A client without a value is left out; the mean of a round in which a model diverged is NaN.
+
     Args:
         table: the metrics table of a run.
         metric: such as "accuracy".
@@ -505,5 +517,7 @@ def compute_test_curve(table: pd.DataFrame, metric: str) -> tuple[list[int], lis
     wanted = (
         (table["split"] == "test") & (table["model"] == "current") & (table["metric"] == metric)
     )
-    means = table.loc[wanted.to_numpy()].groupby("round")["value"].mean()
+    rows = table.loc[wanted.to_numpy()]
+    means = rows.groupby("round")["value"].mean()
+    means[rows.loc[find_diverged(table)[wanted.to_numpy()], "round"].unique()] = math.nan
     return [int(index) for index in means.index], [float(value) for value in means.to_numpy()]

@@ -30,7 +30,7 @@ from coterie.results.stored_runs import (
 )
 from coterie.results.traffic import count_traffic
 from coterie.runtime import newcomers
-from coterie.runtime.final_metrics import select_defined
+from coterie.runtime.final_metrics import find_diverged
 from coterie.runtime.settings import Settings
 
 SUMMARY = "summary.json"
@@ -187,14 +187,8 @@ def _collect_values(runs: Sequence[StoredRun], metric: str) -> dict[str, dict[in
     """Collect the final values of clients with a defined metric, by label and seed."""
     values: dict[str, dict[int, pd.Series]] = {}
     for run in runs:
-        values.setdefault(run.label, {})[run.seed] = _select_defined_values(run, metric)
+        values.setdefault(run.label, {})[run.seed] = run.defined_values(metric)
     return values
-
-
-def _select_defined_values(run: StoredRun, metric: str) -> pd.Series:
-    """Select the final values of clients whose test samples define a metric."""
-    losses = run.final_values(metrics.LOSS.name)
-    return select_defined(run.final_values(metric), losses, run.known_metrics[metric])
 
 
 def mean_std_over_seeds(values: Float[np.ndarray, " seeds"]) -> tuple[float, float | None]:
@@ -213,7 +207,7 @@ def compute_cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]
     Clients whose test samples leave a metric undefined are left out; see `final_metrics`.
     """
     clusters = run.client_clusters
-    values = _select_defined_values(run, metric)
+    values = run.defined_values(metric)
     # Clusters of all clients, and of those with a defined metric: a cluster without any of the
     # latter is NaN, not left out.
     planted = clusters.reindex(run.final_values(metric).index).to_numpy()
@@ -359,11 +353,15 @@ def summarize_new_clients(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
     for label, group in group_by_label(runs).items():
         found: dict[tuple[str, str], list[float]] = {}
         for run in group:
-            own = _select_newcomers(run.metrics)
+            own = _select_newcomers(run.metrics).reset_index(drop=True)
+            lost = find_diverged(own)
             received = (own["model"] == newcomers.RECEIVED).to_numpy()
             model = own["model"].astype(str).where(received, "joined")
             for key, table in own.groupby([own["metric"].astype(str), model], sort=False):
-                found.setdefault(key, []).append(float(table["value"].mean()))  # type: ignore[arg-type]
+                # A newcomer's model that diverged leaves the mean undefined, as among the others.
+                values = table["value"].to_numpy(float)
+                mean = math.nan if bool(lost[table.index].any()) else float(np.nanmean(values))
+                found.setdefault(key, []).append(mean)  # type: ignore[arg-type]
         config = group[0].config
         clients = len(_select_newcomers(group[0].metrics)["client"].unique())
         rounds = int(config.get("new_client_rounds", Settings.new_client_rounds))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie.functional import metrics
@@ -46,6 +46,38 @@ def select_defined(values: pd.Series, losses: pd.Series, metric: metrics.Metric)
     # A client without a loss counts as diverged too: `reindex` gives it NaN.
     diverged = ~np.isfinite(losses.reindex(values.index).to_numpy(float))
     return pd.Series(values.loc[values.notna().to_numpy() | diverged])
+
+
+def find_diverged(table: pd.DataFrame) -> Bool[np.ndarray, " rows"]:
+    """Return which rows of a metrics table are without a value because a model diverged.
+
+    The value of such a row is not finite, and neither is the loss of the same client, round, split
+    and model. A client that never has a loss in a split, nor is reported as diverged, has no data
+    there: its rows do not count. Nor do other values that are not finite: the data leave a metric
+    undefined.
+
+    Args:
+        table: the metrics table of a run.
+    """
+    bad = ~np.isfinite(table["value"].to_numpy(float))
+    if not bad.any():
+        return bad
+    key = ["round", "client", "split", "model"]
+    is_loss = (table["metric"] == metrics.LOSS.name).to_numpy()
+    lost = table.loc[is_loss & bad, key]
+    measured = table.loc[is_loss & ~bad, ["client", "split"]].drop_duplicates()
+    known = pd.MultiIndex.from_frame(measured.astype(str))
+    told = table.loc[(table["metric"] == metrics.DIVERGED.name).to_numpy(), "client"].unique()
+    has_data = (
+        pd.MultiIndex.from_frame(lost[["client", "split"]].astype(str)).isin(known)
+        | lost["client"].isin(told).to_numpy()
+        # Every client has test samples, and so has one that joins at the end.
+        | lost["split"].isin(("test", "new_clients")).to_numpy()
+    )
+    diverged = pd.MultiIndex.from_frame(lost.loc[has_data].astype(str))
+    out = bad.copy()
+    out[bad] = pd.MultiIndex.from_frame(table.loc[bad, key].astype(str)).isin(diverged)
+    return out
 
 
 def compute_cluster_metrics(
@@ -126,7 +158,7 @@ def compute_maxima(table: pd.DataFrame, clients: np.ndarray) -> dict[str, Tensor
         clients: their ids in the table; NaN for one that has no value.
     """
     # The maximum is over test data of the newest models, as papers report it.
-    tests = table[(table["split"] == "test") & (table["model"] == "current")]
+    tests = table.loc[((table["split"] == "test") & (table["model"] == "current")).to_numpy()]
     out = {}
     for metric, largest in metrics.MAXIMA.items():
         rows = pd.DataFrame(tests[tests["metric"] == metric.name])
@@ -134,9 +166,10 @@ def compute_maxima(table: pd.DataFrame, clients: np.ndarray) -> dict[str, Tensor
         # A client without any value has no column in the pivot.
         history = pivot.reindex(columns=clients).to_numpy(dtype=float)
         if len(history):
-            # A client without test samples never has a value. A round in which another one has
-            # none, since its model diverged, is not the best.
-            tested = history[:, ~np.isnan(history).all(axis=0)]
+            # A client without rows, such as an attacker, never has a value. A round in which
+            # another one has none, since its model diverged, is not the best.
+            lost = np.isin(clients, tests.loc[find_diverged(tests), "client"].unique())
+            tested = history[:, ~np.isnan(history).all(axis=0) | lost]
             means = tested.mean(axis=1) if tested.shape[1] else np.full(len(history), -np.inf)
             best = np.where(np.isnan(means), -np.inf, means).argmax()
             out[largest.name] = torch.from_numpy(history[best].copy())

@@ -5,6 +5,7 @@ loop.
 """
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -422,6 +423,7 @@ class Loop:
             return
         kept = {name: value for name, value in info.items() if name in self.recorded_metrics}
         seen = self.select_counted(ids)
+        # A report is NaN for a client that has nothing to report.
         self.mean_reports = {
             name: float(value[seen].double().nanmean()) for name, value in kept.items()
         }
@@ -433,6 +435,7 @@ class Loop:
             self.record.add_metrics(
                 index, ids[lost], "train", "current", {name: torch.ones(int(lost.sum()))}
             )
+            self._note_diverged(ids[lost])
         # Each undeclared name is warned of once in a run.
         for key in sorted(
             set(info)
@@ -448,6 +451,35 @@ class Loop:
                 Undeclared,
                 stacklevel=2,
             )
+
+    def _note_diverged(self, ids: Int[Tensor, " clients"]) -> None:
+        """Leave the mean training loss undefined when the model of a counted client diverged."""
+        if metrics.LOSS.name in self.mean_reports and bool(self.select_counted(ids).any()):
+            self.mean_reports[metrics.LOSS.name] = math.nan
+
+    def mean_validation(self) -> dict[str, float]:
+        """Return the mean of each validation metric over the clients that count.
+
+        Clients without validation data, and those whose data leave a metric undefined, are left
+        out. A mean is NaN when the loss of a model is not finite: it diverged.
+        """
+        if not self.validation:
+            return {}
+        diverged = bool(self.diverged_on_validation.any())
+        return {
+            name: math.nan if diverged else float(value[self.counted].double().nanmean())
+            for name, value in self.validation.items()
+        }
+
+    @property
+    def diverged_on_validation(self) -> Bool[Tensor, " clients"]:
+        """Which counted clients have a model whose validation loss is not finite."""
+        loss = self.validation.get(metrics.LOSS.name)
+        if loss is None:
+            return torch.zeros_like(self.counted)
+        # The warm-up measures every client that has validation data.
+        has_data = self.task.count_samples("validation") > 0
+        return self.counted & has_data & ~loss.isfinite()
 
     def _fetch_served_models(self, index: int) -> tuple[Tensor, Info]:
         if not self.method.server:

@@ -1,6 +1,7 @@
 """simulate(): warm-up, rounds and final evaluation of a whole population, with checkpoints."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -53,8 +54,9 @@ class Progress:
     """The state of a run after a round, as an observer receives it.
 
     `score` is the mean over clients of the validation metric that goes with the loss, and `metric`
-    its name; NaN where there is none. `reported` has means over clients of what the method
-    reported; `engine` says which engine trains, and why; `point` is that of a sweep.
+    its name; NaN where there is none. Of `diverged` clients the loss is not finite: then both means
+    are NaN. `reported` has means over clients of what the method reported; `engine` says which
+    engine trains, and why; `point` is that of a sweep.
     """
 
     label: str
@@ -68,6 +70,7 @@ class Progress:
     engine: str = ""
     metric: str = ACCURACY.name
     point: str = ""
+    diverged: int = 0
 
     @property
     def run_name(self) -> str:
@@ -608,10 +611,7 @@ def _collect_timing(loop: Loop, started: float, earlier: dict[str, float]) -> di
 
 
 def _make_progress(loop: Loop, label: str, seed: int, started: float) -> Progress:
-    def mean_validation(name: str) -> float:
-        value = loop.validation.get(name)
-        return float("nan") if value is None else float(value[loop.counted].nanmean())
-
+    means = loop.mean_validation()
     # The last metric is the one that goes with the loss.
     metric = loop.task.engine.metrics[-1]
     return Progress(
@@ -619,10 +619,11 @@ def _make_progress(loop: Loop, label: str, seed: int, started: float) -> Progres
         seed=seed,
         round=loop.next_round - 1,
         rounds=loop.settings.rounds,
-        loss=mean_validation(LOSS.name),
-        score=float("nan") if metric == LOSS.name else mean_validation(metric),
+        loss=means.get(LOSS.name, math.nan),
+        score=math.nan if metric == LOSS.name else means.get(metric, math.nan),
         seconds=time.perf_counter() - started,
         reported=dict(loop.mean_reports),
         engine=loop.task.engine.reason,
         metric=metric,
+        diverged=int(loop.diverged_on_validation.sum()),
     )

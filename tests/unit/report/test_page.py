@@ -312,6 +312,10 @@ class Ended(StoredRun):
     def final_values(self, metric: str) -> pd.Series:
         return pd.Series(self.own)
 
+    def defined_values(self, metric: str) -> pd.Series:
+        # as of data that leave the metric undefined
+        return pd.Series(self.own).dropna()
+
 
 def test_a_few_clients_with_names_have_a_table_of_their_own():
     """Means over the compared seeds, each under its name; nothing with planted clusters, or where one has no name."""

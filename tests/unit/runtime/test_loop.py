@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from coterie.cluster.blocks import ThreadBlocks, simulate_in_blocks
 from coterie.engine.task import LocalTraining
 from coterie.errors import CheckpointError, ConfigError, OutOfMemory, RunExistsError
 from coterie.exchange.in_memory import InMemory
@@ -18,7 +19,7 @@ from coterie.runtime import checkpoint
 from coterie.runtime.loop import Loop, Tracker
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
-from coterie.simulation.run import simulate
+from coterie.simulation.run import Progress, simulate
 from coterie.testing import tiny_federation, tiny_settings
 from coterie.testing.tiny import build_task
 
@@ -349,6 +350,47 @@ def test_a_diverged_run_is_recorded_as_such():
     lost = sorted(set(trained.client[~trained.value.map(math.isfinite)]))
     assert lost == [0, 2, 3, 5]
     assert result.diverged == tuple(lost)
+
+
+@pytest.mark.parametrize("blocks", [None, 2])
+def test_the_progress_of_a_run_hides_no_client_that_diverged(blocks):
+    """Four of six clients are lost in the end: no mean over the others, and their number is said."""
+    seen, local = [], LocalTraining(optimizer="sgd", lr=1e308)
+    settings = tiny_settings(local=local, rounds=2)
+    given = {"model": "linear", "settings": settings, "seed": 1, "observer": seen.append}
+    if blocks:
+        simulate_in_blocks(
+            tiny_federation(), Random(2), blocks=blocks, start=ThreadBlocks.start, **given
+        )
+    else:
+        simulate(tiny_federation(), Random(2), **given)
+    steps = [step for step in seen if isinstance(step, Progress)]
+    assert [step.diverged for step in steps] == [1, 1, 4]  # the warm-up, and two rounds
+    for step in steps:
+        assert math.isnan(step.loss)
+        assert math.isnan(step.score)
+        assert math.isnan(step.reported.get("loss", math.nan))
+
+
+def test_means_of_validation_are_over_the_clients_with_validation_data():
+    """Client 1 of six has none: the other five are averaged, and nobody has diverged."""
+    data = tiny_federation()
+    rows = (data.ids == 1).nonzero().flatten()
+    split = data.split.clone()
+    split[rows] = torch.where(split[rows] == 1, 0, split[rows])
+    seen = []
+    result = simulate(
+        dataclasses.replace(data, split=split), Random(2), model="linear",
+        settings=tiny_settings(rounds=1), seed=1, observer=seen.append,
+    )  # fmt: skip
+    table = result.metrics
+    own = table[(table.split == "validation") & (table.metric == "loss") & (table["round"] == 0)]
+    own = own[own.model == "current"]
+    values = own.sort_values("client").value.tolist()
+    assert [math.isnan(value) for value in values] == [False, True] + [False] * 4
+    last = [step for step in seen if isinstance(step, Progress)][-1]
+    assert last.loss == pytest.approx(sum(v for v in values if v == v) / 5, rel=1e-12)
+    assert last.diverged == 0
 
 
 def test_a_run_folder_is_never_overwritten_and_a_foreign_or_damaged_checkpoint_is_refused(tmp_path):

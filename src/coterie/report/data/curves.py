@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from coterie.functional.metrics import LOSS
 from coterie.report.data.packing import (
     align_seeds,
+    mean_over_clients,
     nan_mean_std,
     pack_array,
     sample_clients,
@@ -45,9 +46,9 @@ def build_curves(
             # cluster.
             stacked = np.full((len(tables), 2 + len(members), len(rounds)), np.nan)
             for seed, values in enumerate(tables):
-                stacked[seed, 0] = _mean_over_clients(values)
+                stacked[seed, 0] = mean_over_clients(values)
                 for line, rows in enumerate(members, start=2):
-                    stacked[seed, line] = _mean_over_clients(values[:, rows])
+                    stacked[seed, line] = mean_over_clients(values[:, rows])
                 if members:
                     stacked[seed, 1] = np.mean(stacked[seed, 2:], axis=0)
             shown = thin_indices(len(rounds), MOST_POINTS)
@@ -82,13 +83,6 @@ def _find_recorded_metrics(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
     return sorted(found, key=lambda pair: (splits.index(pair[0]), pair[1] == LOSS.name))
 
 
-def _mean_over_clients(values: Float[np.ndarray, "rounds clients"]) -> Float[np.ndarray, " rounds"]:
-    """Return the mean over the clients that have a value; NaN when none has."""
-    known = np.isfinite(values)
-    count = known.sum(1)
-    return np.where(count > 0, np.where(known, values, 0).sum(1) / np.maximum(count, 1), np.nan)
-
-
 def build_client_data(
     groups: dict[str, list[StoredRun]], metric: str, cluster: Int[np.ndarray, " population"]
 ) -> dict[str, Any]:
@@ -106,13 +100,16 @@ def build_client_data(
     final, gain = np.full((2, len(groups), population), np.nan)
     lines = []
     for place, (label, group) in enumerate(groups.items()):
-        values = [run.final_values(metric) for run in done if run.label == label]
+        values = [run.defined_values(metric) for run in done if run.label == label]
         if values:
             final[place] = _mean_over_series(values, population)
         if gains.get(label):
             gain[place] = _mean_over_series(gains[label].values(), population)
         lines += _build_client_curves(place, group, metric, chosen)
-    means = {"final": _mean_over_clients(final).tolist(), "gain": _mean_over_clients(gain).tolist()}
+    means = {}
+    for name, shown in (("final", final), ("gain", gain)):
+        means[name] = _replace_infinite(mean_over_clients(shown)).tolist()
+    final, gain = _replace_infinite(final), _replace_infinite(gain)
     return {
         "shown": chosen.tolist() if len(chosen) < population else None,
         "means": means,
@@ -126,9 +123,17 @@ def build_client_data(
 def _mean_over_series(
     series: Iterable[pd.Series], population: int
 ) -> Float[np.ndarray, " population"]:
-    """Return the mean over seeds of each client; NaN for a client that one seed lacks."""
+    """Return the mean over seeds of each client.
+
+    It is NaN for a client that one seed lacks, and infinite for one whose model diverged: in the
+    series, that is one with NaN.
+    """
     ids = range(population)
-    return np.mean([one.reindex(ids).to_numpy(float) for one in series], axis=0)
+    return np.mean([one.fillna(np.inf).reindex(ids).to_numpy(float) for one in series], axis=0)
+
+
+def _replace_infinite(values: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
+    return np.where(np.isinf(values), np.nan, values)
 
 
 def _build_client_curves(
@@ -153,5 +158,5 @@ def compute_mean_curve(
     rounds, tables = align_seeds(runs, split, metric)
     means = np.zeros((len(tables), len(rounds)))
     for seed, values in enumerate(tables):
-        means[seed] = _mean_over_clients(values)
+        means[seed] = mean_over_clients(values)
     return rounds, nan_mean_std(means)[0]

@@ -9,7 +9,9 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int, Num
 
+from coterie.functional.metrics import DIVERGED, LOSS
 from coterie.results.stored_runs import StoredRun
+from coterie.runtime.final_metrics import find_diverged
 
 
 def pack_array(values: Num[np.ndarray, "..."], kind: str) -> dict[str, Any]:
@@ -49,12 +51,18 @@ def build_dense_table(
     """Build an array of rounds x clients of a metric; an inactive client keeps its last value.
 
     Returns:
-        The rounds that have a value (-1 is the warm-up), and the values; NaN before a client's
-        first one. Both are empty when no round has one: clients without validation data record NaN
-        in each.
+        The rounds that have a value (-1 is the warm-up), and the values: NaN before a client's
+        first one, infinite while its model has diverged. Both are empty when no round has a value:
+        clients without validation data record NaN in each.
     """
     table = run.metrics
     chosen = (table["split"] == split) & (table["metric"] == metric) & (table["model"] == model)
+    # The loss too: it shows which models diverged.
+    of_models = (table["split"] == split) & (table["model"] == model)
+    shown = table["metric"].isin((metric, LOSS.name, DIVERGED.name)) & of_models
+    told = table["metric"] == DIVERGED.name
+    around = table.loc[(shown | told).to_numpy()]
+    lost = around.loc[find_diverged(around) & (around["metric"] == metric).to_numpy()]
     rows = table.loc[chosen.to_numpy()]
     # `place` is the row of each value.
     rounds, place = np.unique(rows["round"].to_numpy(np.int64), return_inverse=True)
@@ -62,8 +70,27 @@ def build_dense_table(
     values[place, rows["client"].to_numpy(np.int64)] = rows["value"].to_numpy(float)
     if np.isnan(values).all():
         rounds, values = rounds[:0], values[:0]
+    else:
+        # Before the values are carried on: a model that diverged must not keep its last one.
+        at = np.searchsorted(rounds, lost["round"].to_numpy(np.int64))
+        values[at, lost["client"].to_numpy(np.int64)] = np.inf
     # `ffill` runs down the rounds, client by client.
     return rounds, pd.DataFrame(values).ffill().to_numpy()
+
+
+def mean_over_clients(values: Float[np.ndarray, "*shape clients"]) -> Float[np.ndarray, "*shape"]:
+    """Return the mean over the clients that have a value.
+
+    It is NaN when none has one, and infinite when a model diverged, as in `build_dense_table`.
+
+    Example:
+        >>> mean_over_clients(np.array([[1.0, 3.0], [np.nan, 3.0], [1.0, np.inf]])).tolist()
+        [2.0, 3.0, inf]
+    """
+    known = np.isfinite(values)
+    count = known.sum(-1)
+    mean = np.where(known, values, 0).sum(-1) / np.maximum(count, 1)
+    return np.where(np.isinf(values).any(-1), np.inf, np.where(count > 0, mean, np.nan))
 
 
 def align_seeds(
@@ -122,6 +149,8 @@ def nan_mean_std(
 ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
     """Return mean and population standard deviation over the first axis, without missing values.
 
+    Infinite values, of models that diverged, leave both NaN.
+
     A single value has no deviation: it is NaN, as `summary.mean_std_over_seeds` has None.
     """
     # Without numpy's nanmean, which warns when all are missing.
@@ -129,5 +158,5 @@ def nan_mean_std(
     count = np.maximum(known.sum(0), 1)
     mean = np.where(known, stacked, 0).sum(0) / count
     square = np.where(known, (stacked - mean) ** 2, 0).sum(0) / count
-    number = known.sum(0)
+    number = np.where(np.isinf(stacked).any(0), 0, known.sum(0))
     return np.where(number > 0, mean, np.nan), np.where(number > 1, np.sqrt(square), np.nan)
