@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from coterie._util import origin
+from coterie._util.files import show_path
 from coterie.cli import _cluster
 from coterie.cli._stopping import explain_interruption
 from coterie.errors import ConfigError
@@ -297,6 +298,13 @@ def tune_study(
     widenings: Annotated[
         int, typer.Option(min=0, help="How often to extend a grid whose edge is best.")
     ] = 3,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            help="Successive halving: train all trials of a method and seed for the rounds of N runs.",
+        ),
+    ] = None,
     on: _cluster.On = "local",
     cpus: _cluster.Cpus = 1,
     gpus: _cluster.Gpus = None,
@@ -310,10 +318,10 @@ def tune_study(
 
       coterie tune rotated-digits --grid lr=0.0003,0.001,0.003
       coterie tune similarity/synthetic --grid methods.L2.tau=10,20,40 --seeds 3
+      coterie tune rotated-digits --grid lr=0.0003,0.001,0.003,0.01 --budget 2
     """
     from coterie.studies import config
     from coterie.studies import tune as tuning
-    from coterie.studies.run import FoundRuns
 
     chosen = config.load_study(study, set_ or ())
     axes: dict[str, list[Any]] = (
@@ -329,11 +337,41 @@ def tune_study(
         raise ConfigError(
             "there is nothing to tune; give --grid lr=0.001,0.003, or [tune] in the study file"
         )
-    tuning.check_result_files(chosen, out)
+    asked = {"grid": axes, "widenings": widenings, "budget": budget}
+    place = _cluster.RunLocation(on, cpus, gpus)
+    run_tuning(chosen, asked, out, data_dir, workers, place, quiet=quiet)
+
+
+def run_tuning(
+    study: Any,
+    asked: dict[str, Any],
+    out: Path,
+    data_dir: Path | None,
+    workers: int | None,
+    place: _cluster.RunLocation,
+    *,
+    quiet: bool,
+) -> None:
+    """Tune a study, then write and print what was chosen.
+
+    Args:
+        study: the study.
+        asked: `grid`, `widenings` and `budget`, as `tune_study` takes them.
+        out: the folder for trials and results.
+        data_dir: where datasets are.
+        workers: processes.
+        place: where trials are computed.
+        quiet: show no progress.
+    """
+    from coterie.studies import tune as tuning
+    from coterie.studies.run import FoundRuns
+
+    tuning.check_result_files(study, out)
     console = Console(stderr=True)
 
     def show_trial(trial: tuning.Trial) -> None:
         values = ", ".join(f"{key} = {value}" for key, value in trial.point)
+        values += f", {trial.rounds} rounds" * (trial.rounds is not None)
         text = (
             f"{trial.label}, seed {trial.seed}, {values}: validation {trial.metric} "
             f"{trial.value:.5g}"
@@ -345,19 +383,16 @@ def tune_study(
         if isinstance(note, FoundRuns):
             console.print(str(note), markup=False, highlight=False, soft_wrap=True)
 
-    place = _cluster.RunLocation(on, cpus, gpus)
-    trials = out / f"{chosen.name}-trials"
     with (
-        explain_interruption(trials, origin.format_command()),
-        place.open_executor(chosen.settings.device, workers) as (over, crew),
+        explain_interruption(out / f"{study.name}-trials", origin.format_command()),
+        place.open_executor(study.settings.device, workers) as (over, crew),
     ):
         tuned = tuning.tune_study(
-            chosen,
-            axes,
+            study,
+            **asked,
             out=out,
             data_dir=data_dir,
             workers=crew,
-            widenings=widenings,
             observer=None if quiet else show_trial,
             notes=None if quiet else show_note,
             over=over,
@@ -367,4 +402,4 @@ def tune_study(
         values = ", ".join(f"{key} = {value}" for key, value in one.point) or "nothing to tune"
         edge = f"; still at the edge: {', '.join(one.at_edge)}" if one.at_edge else ""
         typer.echo(f"{one.label}: {values} (validation {one.metric} {one.value:.5g}){edge}")
-    typer.echo(f"Study: {path}")
+    typer.echo(f"Study: {show_path(path)}")

@@ -177,7 +177,10 @@ def run_study(
 @app.command("resume")
 def resume_study(
     folder: Annotated[
-        Path, typer.Argument(metavar="RUN_DIR", help="Folder of a study, or of one of its runs.")
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR", help="Folder of a study, a sweep or trials, or of one of its runs."
+        ),
     ],
     data_dir: DataDir = None,
     workers: Workers = None,
@@ -188,16 +191,22 @@ def resume_study(
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
-    """Continue an interrupted study; the results equal those of an uninterrupted one.
+    """Continue an interrupted study, sweep or tuning; the results equal those of an uninterrupted one.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
       coterie resume runs/rotated-digits
+      coterie resume tuned/rotated-digits-trials
     """
     from coterie.studies.run import load_stored_study
+    from coterie.studies.tune import load_request
 
     study, out = load_stored_study(folder, to_run=True)
     where = _cluster.RunLocation(on, cpus, gpus, blocks)
+    if study.trials_of:
+        tuned, asked = load_request(out / study.name)
+        _compare.run_tuning(tuned, asked, out, data_dir, workers, where, quiet=quiet)
+        return
     _run_and_show(study, out, data_dir, workers, where, overwrite=False, quiet=quiet, as_json=json_)
 
 
@@ -308,9 +317,10 @@ def list_runs(
     ] = None,
     out: Out = Path("runs"),
 ) -> None:
-    """List the studies in a folder and which of their runs are finished or missing."""
+    """List the studies, sweeps and tunings in a folder, and which runs are finished."""
     from coterie.results import coverage
-    from coterie.studies.run import find_studies, list_standings, load_stored_study
+    from coterie.studies.run import find_studies
+    from coterie.studies.sweep import load_plan
 
     console = Console()
     out = folder or out
@@ -321,17 +331,20 @@ def list_runs(
         )
     for place in known:
         try:
-            study, runs = load_stored_study(place)[0], list_standings(place)
+            plan = load_plan(place)
+            standings = plan.list_standings()
         except CoterieError as error:  # the others are wanted all the same
             console.print(to_one_line(str(error)), markup=False, highlight=False, soft_wrap=True)
             continue
         # Missing and damaged runs count as not finished.
+        runs = [run for of_point in standings.values() for run in of_point]
         done = sum(run.state == "finished" for run in runs)
         state = "finished" if done == len(runs) else f"{done} of {len(runs)} runs finished"
-        for line in (
-            f"{show_path(place)}  {study.name}: {state}",
-            *(f"  {text}" for text in coverage.format_statuses(runs)),
-        ):
+        lines = [f"{show_path(place)}  {plan.study.name}: {state}"]
+        for point, of_point in standings.items():
+            head = f"  {point}: " if point else "  "
+            lines += [head + text for text in coverage.format_statuses(of_point)]
+        for line in lines:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -345,7 +358,7 @@ def show_results(
     ] = False,
     json_: AsJson = False,
 ) -> None:
-    """Print the results of a stored study.
+    """Print the results of a stored study, of each point of a sweep, or the trials of a tuning.
 
     A dozen clients with names or fewer are always shown; `--clients` pages through more.
 
@@ -355,8 +368,12 @@ def show_results(
       coterie show runs/rotated-digits --clients
       coterie show runs/rotated-digits --clients --json
     """
-    from coterie.studies.sweep import load_sweep_results
+    from coterie.studies.sweep import load_plan, load_sweep_results
 
+    plan = load_plan(folder)
+    if plan.study.trials_of:
+        _print_trials(plan, json_)
+        return
     studies = load_sweep_results(folder)
     if clients:
         _print_clients(studies, json_)
@@ -364,22 +381,50 @@ def show_results(
         _print_studies(studies, json_)
 
 
+def _print_trials(plan: Any, as_json: bool) -> None:
+    """Print the validation results of the trials of a tuning that have ended."""
+    from coterie.results import coverage
+    from coterie.studies.tune import load_trial_rows
+
+    standings, rows = plan.list_standings()[""], load_trial_rows(plan)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
+        return
+    console = Console()
+    for line in coverage.format_statuses(one for one in standings if one.state != "finished"):
+        console.print(line, markup=False, highlight=False, style="yellow")
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("trial", overflow="fold")
+    for head in ("n", "metric", "validation"):
+        table.add_column(head, justify="right")
+    for row in rows:
+        value = "diverged" if row["mean"] is None else f"{row['mean']:.5g}"
+        table.add_row(row["label"], str(row["seeds"]), row["metric"], value)
+    console.print(table)
+
+
 def _print_clients(studies: Sequence[Any], as_json: bool) -> None:
     """Print the results of each client; in pages on a terminal."""
     from coterie.cli import _display
     from coterie.results.clients import load_client_rows
+    from coterie.results.coverage import describe_coverage
 
-    with_runs = [study for study in studies if study.summary["rows"]]
     if as_json:
-        found = {study.config.name: load_client_rows(study.folder) for study in with_runs}
+        found = {}
+        for study in studies:
+            rows = load_client_rows(study.folder) if study.summary["rows"] else []
+            found[study.config.name] = rows
         typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
         return
     console = Console()
     with console.pager(styles=True) if console.is_terminal else nullcontext():
-        for study in with_runs:
+        for study in studies:
             if len(studies) > 1:
                 console.print(f"{study.config.name}\n", markup=False, highlight=False)
-            console.print(_display.build_client_table(study, console.width))
+            for note in describe_coverage(study.summary):
+                console.print(note, markup=False, highlight=False, style="yellow")
+            if study.summary["rows"]:
+                console.print(_display.build_client_table(study, console.width))
 
 
 _report.add_commands(app)

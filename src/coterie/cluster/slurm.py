@@ -219,8 +219,8 @@ def run_question(place: Place, question: Callable[[], Any]) -> Any:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def load_job_states(study: Path) -> dict[str, tuple[str, str]]:
-    """Return Slurm's state of each run's job ("LABEL/seed-N"), and why it failed.
+def load_job_states(study: Path) -> dict[Path, tuple[str, str]]:
+    """Return Slurm's state of the job of each run's folder, and why it failed.
 
     Empty where no job was submitted, or submitit is not installed.
     """
@@ -240,7 +240,7 @@ def load_job_states(study: Path) -> dict[str, tuple[str, str]]:
         else:
             job = submitit.SlurmJob(study / FOLDER, job_id)
             state = job.state
-        out[run] = state.upper(), _failure_reason(job)
+        out[study / run] = state.upper(), _failure_reason(job)
     return out
 
 

@@ -8,16 +8,9 @@ from typing import Literal
 
 from coterie._util.claims import find_owner
 from coterie.cluster import slurm, turns
-from coterie.errors import ConfigError
 from coterie.results.coverage import format_seed_ranges
-from coterie.studies.run import (
-    Job,
-    list_jobs,
-    list_standings,
-    load_failure,
-    load_stored_study,
-    run_folder,
-)
+from coterie.studies.run import Job, load_failure, run_folder
+from coterie.studies.sweep import load_plan
 
 State = Literal["done", "running", "queued", "failed", "damaged", "stopped", "waiting"]
 STATES: tuple[State, ...] = ("done", "running", "queued", "failed", "damaged", "stopped", "waiting")
@@ -40,32 +33,24 @@ class JobStatus:
 
 
 def load_statuses(folder: str | Path) -> list[JobStatus]:
-    """Return how each run of a study stands now; nothing is written.
+    """Return how each run of a study, a sweep or a tuning stands now; nothing is written.
 
     Args:
-        folder: of a study, or of one of its runs.
+        folder: of it, or of one of its runs.
 
     Raises:
-        ConfigError: when there is no study in the folder, or it is that of a sweep over several.
+        ConfigError: when there is no study in the folder.
     """
-    study, out = load_stored_study(folder)
-    place = out / study.name
-    # The folder of a sweep has a study in each subfolder, and no federation of its own.
-    if study.sweep and not (place / "federation.json").exists():
-        inside = ", ".join(sorted(path.parent.name for path in place.glob("*/federation.json")))
-        raise ConfigError(
-            f"{folder} is a sweep of several studies; give one of them: "
-            f"{inside or 'none has begun'}"
-        )
-    known = {Job(one.label, one.seed): one for one in list_standings(place)}
-    handed_in = slurm.load_job_states(place)
+    plan = load_plan(folder)
+    known = {}
+    for point, standings in plan.list_standings().items():
+        known |= {Job(one.label, one.seed, point): one for one in standings}
+    # Jobs are submitted for a whole plan: those of a point lie in the folder of its sweep.
+    handed_in = slurm.load_job_states(plan.folder.parent) | slurm.load_job_states(plan.folder)
     found = []
-    for job in list_jobs(study):
-        run = run_folder(place, job)
-        stood, (word, why) = (
-            known.get(job),
-            handed_in.get(run.relative_to(place).as_posix(), ("", "")),
-        )
+    for job in plan.list_jobs():
+        run = run_folder(plan.folder, job)
+        stood, (word, why) = known.get(job), handed_in.get(run, ("", ""))
         state, reason = (stood.state, stood.reason) if stood else ("missing", "")
         number, owner = turns.find_holder(run)
         by_job = ""
@@ -119,7 +104,8 @@ def format_statuses(stands: Sequence[JobStatus], width: int = 80) -> list[str]:
         groups: dict[tuple[str, str], list[int]] = {}
         for one in stands:
             if one.state == state:
-                groups.setdefault((one.job.label, one.reason), []).append(one.job.seed)
+                label = ", ".join(filter(None, (one.job.label, one.job.point)))
+                groups.setdefault((label, one.reason), []).append(one.job.seed)
         for (label, reason), seeds in groups.items():
             text = f"{label}: seed{'s' * (len(seeds) > 1)} {format_seed_ranges(seeds)}" + (
                 f" ({reason})" if reason else ""

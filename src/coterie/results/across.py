@@ -11,6 +11,8 @@ from coterie.results.selection import select_compared_runs
 from coterie.results.stored_runs import StoredRun, collect_metrics, load_cluster_names, main_metric
 from coterie.results.summary import compare_methods
 
+# Settings of how results are stored and made, which do not change them.
+_NO_DIFFERENCE = ("checkpoint_seconds", "check", "record_similarities", "block", "cuda_graphs")
 _MOST_DIFFERENCES = 3  # settings that a name or a note lists; more are counted
 
 
@@ -60,7 +62,12 @@ def compare_across(
     if obstacle := _find_obstacle(names, groups):
         return CrossComparison(names, None, (), (obstacle,))
     labels = [list(dict.fromkeys(run.label for run in group)) for group in groups]
-    differences = _list_differences(groups[0][0].config, groups[1][0].config)
+    name = metric or main_metric([*groups[0], *groups[1]])
+    # Which metrics are computed is no difference where both have the one that is compared.
+    ignored = _NO_DIFFERENCE
+    if all(any((run.metrics["metric"] == name).any() for run in group) for group in groups):
+        ignored = (*ignored, "metrics", "extra_metrics")
+    differences = _list_differences(groups[0][0].config, groups[1][0].config, ignored)
     titles = _name_studies(names, differences)
     renamed = []
     for title, group in zip(titles, groups, strict=True):
@@ -73,7 +80,7 @@ def compare_across(
         for b in labels[1]:
             if (a == b and a in shared) or (not shared and baseline is None):
                 wanted.add(frozenset((f"{a} ({titles[0]})", f"{b} ({titles[1]})")))
-    known = collect_metrics(renamed)[metric or main_metric(renamed)]
+    known = collect_metrics(renamed)[name]
     clusters = {int(cluster) for cluster in groups[0][0].client_clusters.unique() if cluster >= 0}
     called = load_cluster_names(groups[0][0].folder.parent.parent, clusters)
     found = [pair for pair in compare_methods(renamed, called) if pair.key in wanted]
@@ -82,7 +89,7 @@ def compare_across(
     notes = [f"{both}: {_list_texts(differences)}."] if differences else []
     for label in shared:
         own_methods = [_find_method(group, label) for group in groups]
-        if changed := _list_differences(own_methods[0], own_methods[1]):
+        if changed := _list_differences(own_methods[0], own_methods[1], ignored):
             notes.append(f"{both}: {label}: {_list_texts(changed)}.")
     notes += [pairs.describe_pair(pair, known) for pair in own]
     if not own:
@@ -136,12 +143,14 @@ def _rename_run(run: StoredRun, label: str) -> StoredRun:
     return replace(run, config={**run.config, "methods": [method], "name": ""})
 
 
-def _list_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def _list_differences(
+    a: Mapping[str, Any], b: Mapping[str, Any], ignored: Sequence[str]
+) -> list[tuple[str, Any, Any]]:
     """Return the settings outside the methods in which two runs differ, with both values."""
     flat = [dict(_iterate_settings("", one)) for one in (a, b)]
     out = []
     for key in dict.fromkeys([*flat[0], *flat[1]]):
-        if flat[0].get(key) != flat[1].get(key):
+        if key not in ignored and flat[0].get(key) != flat[1].get(key):
             out.append((key, flat[0].get(key), flat[1].get(key)))
     return out
 

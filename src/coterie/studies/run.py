@@ -317,8 +317,8 @@ def run_study(
         raise ConfigError(f"{study.name} is a sweep; run it with run_sweep")
     if study.trials_of and not isinstance(federation, TrialData):
         raise ConfigError(
-            f"{study.name} holds trials of tuning {study.trials_of}; go on with the same "
-            "`coterie tune` command"
+            f"{study.name} holds trials of tuning {study.trials_of}; go on with "
+            f"`coterie resume {Path(out) / study.name}`, or with tune_study"
         )
     (done,) = run_studies(
         {"": study}, Path(out) / study.name, out=Path(out), data_dir=data_dir, workers=workers, resume=resume,
@@ -630,25 +630,29 @@ def load_study_results(folder: str | Path) -> Study:
 
 
 def find_studies(out: str | Path) -> list[Path]:
-    """Return the folders of the studies under a folder."""
-    return [
-        path.parent
-        for path in sorted(Path(out).rglob(stored_runs.FEDERATION))
-        if (path.parent / CONFIG).exists()
-    ]
+    """Return the folders of the studies under a folder; of a sweep, the one with its points."""
+    found = {}
+    for path in sorted(Path(out).rglob(stored_runs.FEDERATION)):
+        folder, above = path.parent, path.parents[1]
+        # A sweep has a file of its own, and no data.
+        if (above / CONFIG).exists() and not (above / stored_runs.FEDERATION).exists():
+            found[above] = None
+        elif (folder / CONFIG).exists():
+            found[folder] = None
+    return [*found]
 
 
-def list_standings(folder: Path) -> list[RunStatus]:
-    """Return how each run of the study in a folder stands; every file of them is read."""
-    study, out = load_stored_study(folder)
-    if study.trials_of:  # they have no results to read
-        stands = []
-        for job in list_jobs(study):
-            done = _is_complete(run_folder(out / study.name, job))
-            stands.append(RunStatus(job.label, job.seed, "finished" if done else "unfinished"))
-        return stands
-    runs, problems = stored_runs.load_runs([folder]) if stored_runs.has_runs(folder) else ([], [])
-    return selection.list_run_statuses(runs, problems, folder)
+def list_standings(study: StudyConfig, folder: Path) -> list[RunStatus]:
+    """Return how each run of a study in a folder stands; every file of them is read."""
+    if not study.trials_of and stored_runs.has_runs(folder):
+        return selection.list_run_statuses(*stored_runs.load_runs([folder]), folder)
+    stands = []
+    for job in list_jobs(study):
+        run = run_folder(folder, job)
+        state = "unfinished" if checkpoint.has_run(run) else "missing"
+        # Trials have no results to read.
+        stands.append(RunStatus(job.label, job.seed, "finished" if _is_complete(run) else state))
+    return stands
 
 
 def list_jobs(study: StudyConfig, point: str = "") -> list[Job]:

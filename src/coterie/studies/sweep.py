@@ -32,7 +32,10 @@ from coterie.studies.run import (
     CONFIG,
     FoundRuns,
     FoundTable,
+    Job,
     Study,
+    list_jobs,
+    list_standings,
     load_stored_study,
     load_study_results,
     run_studies,
@@ -189,6 +192,46 @@ def _check_sweep_folder(study: StudyConfig, folder: Path, *, resume: bool, overw
             )
 
 
+@dataclass(frozen=True)
+class Plan:
+    """All runs of a study, of a sweep, or of the trials of a tuning, in a folder.
+
+    Args:
+        folder: of it.
+        study: the study or the sweep.
+        points: the studies of a sweep by their folders below; of a study, itself under "".
+    """
+
+    folder: Path
+    study: StudyConfig
+    points: Mapping[str, StudyConfig]
+
+    def list_jobs(self) -> list[Job]:
+        """Return every run, point by point, and seed by seed."""
+        return [job for point, study in self.points.items() for job in list_jobs(study, point)]
+
+    def list_standings(self) -> dict[str, list[RunStatus]]:
+        """Return how each run stands, by point; every file of them is read."""
+        return {
+            point: list_standings(one, self.folder / point) for point, one in self.points.items()
+        }
+
+
+def load_plan(folder: str | Path, *, to_run: bool = False) -> Plan:
+    """Return the plan in a folder, whether its runs have begun or not.
+
+    Args:
+        folder: of a sweep, of a study, or of one of its runs.
+        to_run: as in `load_stored_study`.
+
+    Raises:
+        ConfigError: when there is none in the folder.
+    """
+    study, out = load_stored_study(folder, to_run=to_run)
+    points = {_find_point(one, study): one for one in expand_sweep(study, to_run=to_run)}
+    return Plan(out / study.name, study, points)
+
+
 def load_sweep_results(folder: str | Path) -> tuple[Study, ...]:
     """Load the finished runs of a sweep, or of a study, and summarize them; nothing is written.
 
@@ -197,33 +240,17 @@ def load_sweep_results(folder: str | Path) -> tuple[Study, ...]:
 
     Raises:
         ConfigError: when there is none in the folder.
-        DataError: when no run of it is there.
     """
-    study, out = load_stored_study(folder)
-    points = expand_sweep(study, to_run=False)
-    begun = [
-        (one, (out / one.name / CONFIG).is_file() and has_runs(out / one.name)) for one in points
-    ]
-    # Where no point has begun, loading the first one raises the error.
-    if not any(there for _, there in begun):
-        return tuple(_load_point(one, out) for one in points)
-    return tuple(
-        _load_point(one, out) if there else _make_missing_point(one, out / one.name)
-        for one, there in begun
-    )
+    plan = load_plan(folder)
+    return tuple(_load_point(study, plan.folder / point) for point, study in plan.points.items())
 
 
-def _load_point(study: StudyConfig, out: Path) -> Study:
+def _load_point(study: StudyConfig, folder: Path) -> Study:
     """Load one point of a sweep under its present name: the sweep may have been renamed."""
-    found = load_study_results(out / study.name)
-    return replace(found, config=replace(found.config, name=study.name))
-
-
-def _make_missing_point(study: StudyConfig, folder: Path) -> Study:
-    """Return a point of a sweep that has no runs yet."""
-    absent = statuses_to_json(
-        [RunStatus(entry.label, seed, "missing") for entry in study.methods for seed in study.seeds]
-    )
+    if has_runs(folder):
+        found = load_study_results(folder)
+        return replace(found, config=replace(found.config, name=study.name))
+    absent = statuses_to_json(list_standings(study, folder))
     content = {"study": study.name, "seeds": [], "left_out": absent, "rows": [], "timing": []}
     return Study(folder, study, content, {})
 

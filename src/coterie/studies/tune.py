@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from coterie._util import manifest
 from coterie._util.files import check_file, prepare_file, write_atomically
 from coterie._util.toml import parse_toml
 from coterie.engine.optim import LocalTraining
@@ -27,6 +28,7 @@ from coterie.errors import ConfigError, describe_unknown, require
 from coterie.functional.metrics import REGISTRY
 from coterie.models.layout import ModelSource
 from coterie.results import stored_runs
+from coterie.results.conditions import TRAINED
 from coterie.runtime.settings import Settings
 from coterie.simulation.run import Note
 from coterie.simulation.workers import FanOut, end_unguarded_import
@@ -34,9 +36,11 @@ from coterie.studies import config
 from coterie.studies.config import StudyConfig
 from coterie.studies.definition import is_label, match_methods
 from coterie.studies.inputs import FederationSource, StudyInputs
-from coterie.studies.run import FoundRuns, FoundTable, Job, list_jobs, run_folder, run_study
-from coterie.studies.sweep import format_setting
+from coterie.studies.run import FoundRuns, FoundTable, Job, list_jobs, run_folder, run_studies
+from coterie.studies.sweep import Plan, format_setting
 
+TUNING = "tuning.json"
+"""The file of a study of trials with what was asked for."""
 Point = tuple[tuple[str, Any], ...]
 """One choice: (setting, value) for each axis of the grid."""
 
@@ -52,6 +56,7 @@ class Trial:
         metric: accuracy or loss.
         value: of the best models on the clients' validation data, mean over clients; NaN when some
             diverged.
+        rounds: of training where a budget sets them; None for those of the study.
     """
 
     label: str
@@ -59,6 +64,7 @@ class Trial:
     seed: int
     metric: str
     value: float
+    rounds: int | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,7 @@ def tune_study(
     data_dir: str | Path | None = None,
     workers: int = 1,
     widenings: int = 3,
+    budget: float | None = None,
     federation: FederationSource | None = None,
     model: ModelSource | None = None,
     observer: Callable[[Trial], None] | None = None,
@@ -158,7 +165,9 @@ def tune_study(
         out: the folder that holds the trials; they are deleted at the end when None.
         data_dir: where datasets lie on disk.
         workers: processes.
-        widenings: how often a grid is continued at most.
+        widenings: how often a grid is continued at most; not with a budget.
+        budget: the rounds of a method's trials with each seed, in full runs: successive halving
+            trains all choices for few rounds, and of each rung the better half for more.
         federation: your own data instead of the study's, or a function from seed to data.
         model: your own module, or a factory of modules, instead of the study's [model].
         observer: is called with each trial as it ends, and with stored ones.
@@ -180,90 +189,181 @@ def tune_study(
             raise ConfigError(
                 f"--grid: no method of the study has a setting {path!r}; coterie methods lists them"
             )
+    # The rounds of the trials of each pass.
+    passes: dict[str, list[int | None]] = dict.fromkeys(grids, [None] * (widenings + 1))
+    if budget is not None:
+        passes = {label: _plan_rungs(study, label, axes, budget) for label, axes in grids.items()}
     inputs = StudyInputs(study, data_dir, federation, model)
-    trials: dict[tuple[str, Point, int], Trial] = {}
-    choices: list[Choice] = []
+    planned = _TrialPlan(study, tried)
+    request = {"grid": {**grid, "seeds": list(tried)}, "widenings": widenings, "budget": budget}
+    request["study"] = config.format_study(study, decided=False)
+    trials: dict[Job, Trial] = {}
+    choices: dict[str, Choice] = {}
     with ExitStack() as stack:
         home = Path(stack.enter_context(TemporaryDirectory()) if out is None else out)
-        for _ in range(widenings + 1):
-            planned = _plan_trials(study, grids, tried)
 
-            def add_trial(job: Job, planned: _TrialPlan = planned) -> None:
-                trial = planned.load_trial(home, job)
-                key = trial.label, trial.point, trial.seed
-                if observer is not None and key not in trials:
-                    observer(trial)
-                trials[key] = trial
+        def add_trial(job: Job) -> None:
+            if job not in trials:
+                trials[job] = planned.load_trial(home, job)
+                if observer is not None:
+                    observer(trials[job])
 
-            run_study(
-                planned.study, out=home, workers=workers, federation=inputs.without_tests(),
-                model=inputs.model_source, notes=notes, finished=add_trial, over=over,
+        points = {label: _list_points(axes) for label, axes in grids.items()}
+        for number in range(max(map(len, passes.values()))):
+            trained = {label: own[number] for label, own in passes.items() if number < len(own)}
+            for label, rounds in trained.items():
+                planned.add_points(label, points[label], rounds)
+            jobs = list_jobs(planned.make_study())
+            run_studies(
+                {"": planned.make_study()}, home / planned.name, out=home, workers=workers,
+                files={TUNING: json.dumps(request, indent=1)}, federation=inputs.without_tests(),
+                model=inputs.model_source, finished=add_trial, over=over,
+                # Later passes would count the trials of this call.
+                notes=None if trials else notes,
             )  # fmt: skip
             # The trials of earlier calls, too.
-            for job in list_jobs(planned.study):
+            for job in jobs:
                 add_trial(job)
-            choices = []
-            for label, axes in grids.items():
-                own_trials = [trial for trial in trials.values() if trial.label == label]
-                choices.append(_choose_best(label, own_trials, axes))
-            wider = {one.label: _widen_grid(grids[one.label], one) for one in choices}
+            wider = dict(grids)
+            for label, rounds in trained.items():
+                own = [t for t in trials.values() if (t.label, t.rounds) == (label, rounds)]
+                found = [trial for trial in own if trial.point in points[label]]
+                ranked = _rank_points(label, found, grids[label])
+                choices[label] = ranked[0]
+                if budget is None:
+                    wider[label] = _widen_grid(grids[label], ranked[0])
+                    points[label] = _list_points(wider[label])
+                else:
+                    points[label] = [one.point for one in ranked[: math.ceil(len(ranked) / 2)]]
             # No axis was extended, so another pass would try nothing new.
-            if wider == grids:
+            if budget is None and wider == grids:
                 break
             grids = wider
-    return TuningResult(_apply_choices(study, choices), choices, tuple(trials.values()))
+    chosen = [choices[entry.label] for entry in study.methods]
+    found = tuple(trials[job] for job in jobs)
+    return TuningResult(_apply_choices(study, chosen), chosen, found)
 
 
-@dataclass(frozen=True)
+def _plan_rungs(
+    study: StudyConfig, label: str, axes: Mapping[str, Sequence[Any]], budget: float
+) -> list[int | None]:
+    """Return the rounds of each rung of successive halving of a method.
+
+    Each rung trains the same share of the budget; half of the choices, rounded up, go on.
+    """
+    require(budget > 0, "--budget", budget, "more than 0 full runs")
+    if "rounds" in axes:
+        raise ConfigError("--budget sets the rounds of trials; leave rounds out of the grid")
+    left, rounds = len(_list_points(axes)), study.find_method(label).settings.rounds
+    number = max(1, math.ceil(math.log2(left)))
+    if budget * rounds < left * number:
+        raise ConfigError(
+            f"--budget is {budget:g} full runs of {rounds} rounds; expected at least "
+            f"{left * number / rounds:.3g}: each of {left} choices of {label} needs a round"
+        )
+    rungs: list[int | None] = []
+    for _ in range(number):
+        rungs.append(min(rounds, int(budget * rounds / (left * number))))
+        left = math.ceil(left / 2)
+    return rungs
+
+
 class _TrialPlan:
-    """The study whose runs are the trials of a grid.
+    """The study whose runs are the trials: a method for each choice of each tuned method.
 
     Args:
-        study: a method for each choice of each tuned method.
-        points: the tuned method and the choice behind each label of it.
+        study: what is tuned.
+        seeds: of the trials.
     """
 
-    study: StudyConfig
-    points: Mapping[str, tuple[str, Point]]
+    def __init__(self, study: StudyConfig, seeds: Sequence[int]) -> None:
+        self.name = f"{study.name}-trials"
+        # Undecided: a preset of a method sets its values again after a choice.
+        content = config.make_study_table(study, decided=False)
+        self._entries = {entry["label"]: entry for entry in content.pop("methods")}
+        for key in ("sweep", "tune", "paper", "description"):
+            content.pop(key, None)
+        named = {"name": self.name, "trials_of": study.name, "seeds": list(seeds)}
+        self._content, self._methods = {**content, **named}, list[dict[str, Any]]()
+        self._choices: dict[str, tuple[str, Point, int | None]] = {}
+
+    def add_points(self, label: str, points: Sequence[Point], rounds: int | None) -> None:
+        """Add the choices of a method that have no trial yet, trained for so many rounds."""
+        for point in points:
+            if (label, point, rounds) in self._choices.values():
+                continue
+            # There are no test samples to evaluate on.
+            entry = copy.deepcopy(self._entries[label]) | {"eval_every": 0}
+            entry.pop("paper", None)
+            changes = point if rounds is None else (*point, ("rounds", rounds))
+            for key, value in changes:
+                config.set_path(entry, [key], value)
+            entry["label"] = _name_trial(label, changes, self._choices)
+            self._choices[entry["label"]] = label, point, rounds
+            self._methods.append(entry)
+
+    def make_study(self) -> StudyConfig:
+        """Return the study of all trials so far."""
+        return config.parse_study({**self._content, "methods": self._methods})
 
     def load_trial(self, out: Path, job: Job) -> Trial:
         """Return the result of a finished run."""
-        label, point = self.points[job.label]
-        folder = run_folder(out / self.study.name, job)
-        run = stored_runs.load_run(folder)
-        if isinstance(run, stored_runs.UnreadableRun):
-            raise ConfigError(f"{folder}: {run.reason}; the same command runs it again")
-        evaluate = self.study.find_method(job.label).settings.evaluate
-        metric, values = _find_validation_values(
-            run.metrics, "best" if evaluate == "best_val" else "current"
-        )
-        # A client that diverged makes the mean NaN: it must not be hidden.
-        return Trial(label, point, job.seed, metric, float(values.mean(skipna=False)))
+        label, point, rounds = self._choices[job.label]
+        return Trial(label, point, job.seed, *load_trial_value(out / self.name, job), rounds)
 
 
-def _plan_trials(
-    study: StudyConfig, grids: Mapping[str, Mapping[str, Sequence[Any]]], seeds: Sequence[int]
-) -> _TrialPlan:
-    """Return the study of all trials of a grid."""
-    # Undecided: a preset of a method sets its values again after a choice.
-    content = config.make_study_table(study, decided=False)
-    for key in ("sweep", "tune", "paper", "description"):
-        content.pop(key, None)
-    entries = {entry["label"]: entry for entry in content["methods"]}
-    points: dict[str, tuple[str, Point]] = {}
-    methods = []
-    for label, axes in grids.items():
-        for point in _list_points(axes):
-            # There are no test samples to evaluate on.
-            entry = copy.deepcopy(entries[label]) | {"eval_every": 0}
-            entry.pop("paper", None)
-            for key, value in point:
-                config.set_path(entry, [key], value)
-            entry["label"] = _name_trial(label, point, points)
-            points[entry["label"]] = (label, point)
-            methods.append(entry)
-    named = {"name": f"{study.name}-trials", "trials_of": study.name, "seeds": list(seeds)}
-    return _TrialPlan(config.parse_study({**content, **named, "methods": methods}), points)
+def load_trial_value(trials: Path, job: Job) -> tuple[str, float]:
+    """Return the validation metric of a finished trial and its mean over clients.
+
+    Args:
+        trials: the folder of the study of trials.
+        job: one of its runs.
+
+    Raises:
+        ConfigError: when it cannot be read.
+    """
+    folder = run_folder(trials, job)
+    run = stored_runs.load_run(folder)
+    if isinstance(run, stored_runs.UnreadableRun):
+        raise ConfigError(f"{folder}: {run.reason}; the same command runs it again")
+    best = run.method_settings.get("evaluate", run.config.get("evaluate")) == "best_val"
+    metric, values = _find_validation_values(run.metrics, "best" if best else "current")
+    # A client that diverged makes the mean NaN: it must not be hidden.
+    return metric, float(values.mean(skipna=False))
+
+
+def load_trial_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return the finished trials in a folder: `label`, `metric`, `mean` over seeds, and `seeds`.
+
+    The mean is None where a client diverged.
+    """
+    (standings,) = plan.list_standings().values()
+    values: dict[tuple[str, str], list[float]] = {}
+    for one in standings:
+        if one.state == "finished":
+            metric, value = load_trial_value(plan.folder, Job(one.label, one.seed))
+            values.setdefault((one.label, metric), []).append(value)
+    rows = []
+    for (label, metric), found in values.items():
+        mean = float(np.mean(found))
+        known = mean if math.isfinite(mean) else None
+        rows.append({"label": label, "metric": metric, "mean": known, "seeds": len(found)})
+    return rows
+
+
+def load_request(trials: Path) -> tuple[StudyConfig, dict[str, Any]]:
+    """Return what `tune_study` was called with: the study, and grid, widenings and budget by name.
+
+    Args:
+        trials: the folder of the study of trials.
+
+    Raises:
+        ConfigError: when its file is missing or damaged.
+    """
+    if fault := manifest.describe_fault(trials, TUNING):
+        raise ConfigError(f"{trials}: {fault}; go on with the same `coterie tune` command")
+    found = json.loads((trials / TUNING).read_text("utf-8"))
+    return config.parse_study_text(found.pop("study"), str(trials / TUNING)), found
 
 
 def _name_trial(label: str, point: Point, others: Container[str]) -> str:
@@ -303,6 +403,7 @@ def write_result(tuned: TuningResult, folder: str | Path) -> Path:
         {
             "label": t.label, "seed": t.seed, "metric": t.metric,
             "value": t.value if math.isfinite(t.value) else None, **dict(t.point),
+            **({} if t.rounds is None else {TRAINED: t.rounds}),
         }
         for t in tuned.trials
     ]  # fmt: skip
@@ -361,22 +462,29 @@ def _list_points(axes: Mapping[str, Sequence[Any]]) -> list[Point]:
     return [tuple(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
 
 
-def _choose_best(label: str, trials: Sequence[Trial], axes: Mapping[str, Sequence[Any]]) -> Choice:
-    """Return the point with the best mean over seeds; the first of equals."""
+def _rank_points(
+    label: str, trials: Sequence[Trial], axes: Mapping[str, Sequence[Any]]
+) -> list[Choice]:
+    """Return the points from the best mean over seeds on; the first of equals comes first."""
     metric = trials[0].metric
     sign = REGISTRY[metric].sign
     values: dict[Point, list[float]] = {}
     for trial in trials:
         values.setdefault(trial.point, []).append(trial.value)
     means = {point: float(np.mean(found)) for point, found in values.items()}
-    # `max` returns the first of equals. NaN counts as the worst, whatever the metric.
-    best = max(
-        means, key=lambda point: sign * means[point] if math.isfinite(means[point]) else -math.inf
+    # The sort is stable. NaN counts as the worst, whatever the metric.
+    ranked = sorted(
+        means, key=lambda point: -sign * means[point] if math.isfinite(means[point]) else math.inf
     )
-    if not math.isfinite(means[best]):
+    if not math.isfinite(means[ranked[0]]):
         raise ConfigError(f"every setting tried for {label} diverged; try smaller learning rates")
-    edge = tuple(key for key, value in best if _find_edge(axes[key], value))
-    return Choice(label, best, metric, means[best], edge)
+    return [
+        Choice(
+            label, point, metric, means[point],
+            tuple(key for key, value in point if _find_edge(axes[key], value)),
+        )
+        for point in ranked
+    ]  # fmt: skip
 
 
 def _find_edge(values: Sequence[Any], chosen: Any) -> int:

@@ -3,13 +3,11 @@
 import os
 import shutil
 import stat
-import sys
 from pathlib import Path
 
 import pytest
 
 from coterie._util import settings
-from coterie.cli import app
 from coterie.data.build import DataConfig
 from coterie.engine.optim import LocalTraining
 from coterie.runtime.settings import Settings
@@ -45,21 +43,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def coterie(monkeypatch, capsys, tmp_path, finished):
+def coterie(coterie, tmp_path, finished):
     """Call the command line in a folder with a study and a link to its runs."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("COTERIE_DATA", raising=False)
     (tmp_path / "tiny.toml").write_text(STUDY)
     (tmp_path / "runs").symlink_to(finished / "runs")
-
-    def call(*arguments: str):
-        monkeypatch.setattr(sys, "argv", ["coterie", *arguments])
-        with pytest.raises(SystemExit) as status:
-            app.main()
-        written = capsys.readouterr()
-        return status.value.code, written.out, written.err
-
-    return call
+    return coterie
 
 
 def refused(result: tuple[int, str, str], text: str) -> bool:

@@ -272,7 +272,9 @@ def test_each_state_of_a_run_is_told_with_its_reason(tmp_path, monkeypatch):
     (run_folder(folder, fails) / FAILURE_FILE).write_text("the disk is full")
     told = run_folder(folder, stops) / "provenance.json"
     told.write_text(told.read_text().replace('"done": true', '"done": false'))
-    monkeypatch.setattr(slurm, "load_job_states", lambda place: {"Gossip/seed-2": ("PENDING", "")})
+    monkeypatch.setattr(
+        slurm, "load_job_states", lambda place: {place / "Gossip/seed-2": ("PENDING", "")}
+    )
     found = {one.job: (one.state, one.reason) for one in load_statuses(folder)}
     assert found[Job("local", 0)] == ("done", "")
     assert found[waits] == ("waiting", "")

@@ -1,5 +1,6 @@
 """Methods of two studies compared with each other: who is paired with whom, by what numbers, and what stands in the way."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,3 +95,13 @@ def test_a_cluster_is_compared_alone(study):
     (pair,) = found.pairs
     assert pair.difference == pytest.approx(0.1)
     assert pair.clients == 2
+
+
+def test_which_metrics_are_computed_is_no_difference(study):
+    """Both have the accuracy; so the studies are named by the rounds alone, and without them by their names."""
+    name, runs = study("a", {"DAC": ONE}, rounds=5, checkpoint_seconds=30)
+    more = [replace(run, config={**run.config, "metrics": ["f1"]}) for run in runs]
+    b = study("b", {"DAC": BETTER}, rounds=9, checkpoint_seconds=0)
+    found = compare_across((name, more), b)
+    assert found.notes[0] == "a and b: rounds is 5 and 9."
+    assert found.pairs[0].method_a == "DAC (rounds=9)"

@@ -20,7 +20,8 @@ from coterie.runtime.task import make_task
 from coterie.studies import config, tune
 from coterie.studies.definition import is_label
 from coterie.studies.inputs import StudyInputs
-from coterie.studies.run import FoundRuns, list_standings, resume_study
+from coterie.studies.run import FoundRuns, resume_study
+from coterie.studies.sweep import load_plan
 
 STUDY = """
 name = "small"
@@ -148,9 +149,12 @@ def test_trials_are_no_results(study, tmp_path, stopped):
     for folder in (trials, tmp_path):
         with pytest.raises(DataError, match="is a trial of tuning small, which has no test data"):
             load_runs([folder])
-    with pytest.raises(ConfigError, match="holds trials of tuning small; go on with the same"):
+    with pytest.raises(
+        ConfigError, match="holds trials of tuning small; go on with `coterie resume"
+    ):
         resume_study(trials)
-    assert [one.state for one in list_standings(trials)].count("finished") == 3
+    (standings,) = load_plan(trials).list_standings().values()
+    assert [one.state for one in standings].count("finished") == 3
 
 
 def test_choices_whose_names_are_equal_or_too_long_are_kept_apart(study):
@@ -192,6 +196,52 @@ def test_the_best_point_is_chosen_and_the_grid_goes_on_beyond_its_edge(study):
 )
 def test_an_axis_is_continued_by_its_own_ratio_or_step(values, chosen, wider):
     assert tune._extend_axis(values, chosen) == wider
+
+
+BUDGETS = [
+    # choices, rounds, budget, and the rounds of each rung, worked by hand
+    (4, 20, 2, [5, 10]),  # 4 x 5 and 2 x 10 are 40 rounds, two full runs
+    (3, 20, 2, [6, 10]),
+    (8, 24, 3, [3, 6, 12]),
+    (2, 10, 9, [10]),  # no trial is longer than a run
+    (1, 10, 1, [10]),
+]
+
+
+@pytest.mark.parametrize(("count", "rounds", "budget", "rungs"), BUDGETS)
+def test_each_rung_trains_the_same_share_of_a_budget(study, count, rounds, budget, rungs):
+    study = config.parse_study_text(config.format_study(study), overrides=[f"rounds={rounds}"])
+    assert tune._plan_rungs(study, "Alone", {"lr": tuple(range(count))}, budget) == rungs
+
+
+def test_with_a_budget_the_better_half_of_the_choices_goes_on(study, tmp_path):
+    """Of four, two train for two rounds; the best of these two is chosen, and four count as tried."""
+    lrs = [0.0001, 0.0003, 0.001, 0.003]
+    tuned = tune.tune_study(study, {"methods.Alone.lr": lrs}, budget=4)
+    alone = {(t.rounds, dict(t.point)["lr"]): t.value for t in tuned.trials if t.label == "Alone"}
+    first = sorted(lrs, key=lambda lr: alone[1, lr])
+    assert {lr for rounds, lr in alone if rounds == 2} == set(first[:2])
+    choice = next(one for one in tuned.choices if one.label == "Alone")
+    assert choice.value == min(alone[2, lr] for lr in first[:2])
+    assert [t.rounds for t in tuned.trials if t.label == "Random"] == [2], "nothing to choose"
+    path = tune.write_result(tuned, tmp_path).with_suffix(".json")
+    assert count_tried_settings(path) == {"Alone": 4, "Random": 1}
+
+
+@pytest.mark.parametrize(
+    ("grid", "budget", "said"),
+    [
+        ({"lr": [0.1, 0.2, 0.3, 0.4]}, 1, "expected at least 4: each of 4 choices of Random needs"),
+        ({"lr": [0.1]}, 0, "--budget is 0"),
+        ({"rounds": [1, 2]}, 4, "--budget sets the rounds of trials; leave rounds out"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_refused_before_the_first_trial(
+    study, tmp_path, grid, budget, said
+):
+    with pytest.raises(ConfigError, match=said):
+        tune.tune_study(study, grid, budget=budget, out=tmp_path)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_an_axis_may_be_given_for_every_method_of_a_kind(study):
