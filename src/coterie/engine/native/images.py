@@ -7,6 +7,7 @@ whichever fills it better; arrays lie accordingly (`LAST` or `PLANES`). Where ev
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,8 +37,10 @@ def _sizes(shape: Sequence[Size]) -> list[int]:
 
 
 def _pair(values: Any, default: Any = None) -> tuple[int, int]:
-    values = default if values is None or values == [] else values
-    values = values if isinstance(values, list | tuple) else [values]
+    if values is None or values == []:
+        values = default
+    if not isinstance(values, list | tuple):
+        values = [values]
     return (values[0], values[-1])
 
 
@@ -47,7 +50,7 @@ class ImageLowering(Lowering):
     @property
     def lanes(self) -> int:
         """Numbers in a vector."""
-        return compiler.vector_bytes() // (4 if self.dtype == torch.float32 else 8)
+        return compiler.vector_bytes() // self.dtype.itemsize
 
     def _rounded(self, channels: int) -> int:
         """Return a number of channels that fills whole vectors."""
@@ -121,7 +124,9 @@ class ImageLowering(Lowering):
         """Return the number of planes of images in memory, and of numbers at each place."""
         if tuple(order) == SAMPLES:
             return c, n
-        return (n, c) if tuple(order) == LAST else (n * c, 1)
+        if tuple(order) == LAST:
+            return n, c
+        return n * c, 1
 
     def _store_if_needed(self, ref: Ref, value: Value) -> Value:
         """See `Lowering`; what a convolution reads with zeros around it is computed into them."""
@@ -141,17 +146,16 @@ class ImageLowering(Lowering):
             convolves = node.name in ("convolution", "convolution_pool")
             if not convolves or not isinstance(node.args[0], Ref):
                 continue
-            x, w = (self.trace.kinds[ref.number] for ref in node.args[:2])
+            x, w = self.trace.kind_of(node.args[0]), self.trace.kind_of(node.args[1])
             stride, padding, dilation, transposed, _output_padding, groups = node.args[3:9]
-            if (
-                len(x.shape) != 4
-                or transposed
-                or any(isinstance(size, Dim) for size in x.shape[1:])
-            ):
+            known = all(isinstance(size, int) for size in x.shape[1:])
+            if len(x.shape) != 4 or transposed or not known:
                 continue
             conv = _Convolution(x, w, stride, padding, dilation, transposed, groups)
             order = self._order_read_by(conv)
-            channels = self._rounded(conv.c) if conv.depthwise else conv.c
+            channels = conv.c
+            if conv.depthwise:
+                channels = self._rounded(conv.c)
             # The first convolution that reads an image decides on its frame. Copies with further
             # channels are made by `_padded`.
             if conv.padding != (0, 0) and channels == conv.c:
@@ -160,8 +164,14 @@ class ImageLowering(Lowering):
 
     def _order_read_by(self, conv: "_Convolution") -> tuple[int, ...]:
         """Return the order in memory of the images that a convolution reads."""
-        in_planes = not conv.depthwise and self._pixels_pay(conv.o, conv.wo, conv)
-        return PLANES if in_planes else LAST
+        if conv.depthwise:
+            return LAST
+        return self._best_order(conv.o, conv.wo, conv)
+
+    def _best_order(self, channels: int, width: int, conv: "_Convolution") -> tuple[int, ...]:
+        if self._pixels_pay(channels, width, conv):
+            return PLANES
+        return LAST
 
     def _images(self, n: Size, sizes: Sequence[int], order: Sequence[int]) -> Value:
         return self._target((n, *sizes), self.dtype, order)
@@ -244,8 +254,10 @@ class ImageLowering(Lowering):
             call = f"depthwise<{conv.text(c, c)}>({n}, {images}, {packed}, {_name(y)});"
             self.program.emit(call, [_buffer(images), packed], [_name(y)])
             return self._biased(y, bias)
-        own = "nullptr" if bias is None else self._plain(bias)
-        reads = [_buffer(weights), *([] if bias is None else [_buffer(own)])]
+        own, reads = "nullptr", [_buffer(weights)]
+        if bias is not None:
+            own = self._plain(bias)
+            reads.append(_buffer(own))
         if self._pixels_pay(o, conv.wo, conv):
             y = self._images(n, [o, conv.ho, conv.wo], PLANES)
             images = self._padded(x, PLANES, c, conv.padding, conv.padding)
@@ -260,16 +272,17 @@ class ImageLowering(Lowering):
         # A later group leaves the channels of earlier ones as they are, so its call counts as a
         # reader of what it writes.
         for group in range(conv.groups):
-            part = f"{weights} + {group * og * cg * taps}" if group else weights
+            part = _shift(weights, group * og * cg * taps)
             # Outputs become lanes of vectors.
             pack = f"pack_outputs<{og}, {cg}, {taps}>({{w}}, {cg * taps}, {taps}, {{p}})"
             packed = self._packed_weights(pack, part, self._rounded(og) * cg * taps)
-            own_part = f"{own} + {group * og}" if group and bias is not None else own
+            own_part = own
+            if bias is not None:
+                own_part = _shift(own, group * og)
             arrays = f"{images} + {group * cg}, {packed}, {own_part}, {_name(y)} + {group * og}"
             call = f"convolve<{conv.text(c, o)}>({n}, {arrays});"
-            self.program.emit(
-                call, [_buffer(images), packed, *reads, *([_name(y)] if group else [])], [_name(y)]
-            )
+            self.program.emit(call, [_buffer(images), packed, *reads], [_name(y)])
+            reads.append(_name(y))
         return y
 
     def _op_convolution_backward(
@@ -287,13 +300,12 @@ class ImageLowering(Lowering):
         mask: Sequence[bool],
     ) -> list[Value | None]:
         if len(x.shape) == 3:
-            g, x, w = (self._op_unsqueeze(value, 2) for value in (g, x, w))
+            g, x, w = self._op_unsqueeze(g, 2), self._op_unsqueeze(x, 2), self._op_unsqueeze(w, 2)
             wide = _Convolution(
                 x, w, [1, *stride], [0, *padding], [1, *dilation], transposed, groups
             )
             gx, gw, gb = self._convolved_back(g, x, w, wide, mask)
-            flat = [value and self._op_squeeze(value, 2) for value in (gx, gw)]
-            return [*flat, gb]
+            return [gx and self._op_squeeze(gx, 2), gw and self._op_squeeze(gw, 2), gb]
         conv = _Convolution(x, w, stride, padding, dilation, transposed, groups)
         return self._convolved_back(g, x, w, conv, mask)
 
@@ -304,20 +316,22 @@ class ImageLowering(Lowering):
         w = conv.useful(w)
         # All gradients read it: as an expression it would be computed again for each.
         if g.leaf is None:
-            in_planes = not conv.point and self._pixels_pay(conv.o, conv.wo, conv)
-            g = self.program.store(g, PLANES if in_planes else LAST)
-        gb = (
-            self._shaped(self.program.reduce([g], [0, 2, 3], "sum")[0], [conv.o])
-            if mask[2]
-            else None
-        )
-        gw = self._weights_back(g, x, w, conv) if mask[1] else None
-        # The rim of the kernel meets padding alone, so its gradient is zero.
-        if gw is not None and any(conv.cut):
-            high, wide = conv.cut
-            inner, gw = gw, self._op_constant_pad_nd(gw, [wide, wide, high, high])
-            self.inner[_name(gw)] = inner
-        gx = self._inputs_back(g, x, w, conv) if mask[0] else None
+            order = LAST
+            if not conv.point:
+                order = self._best_order(conv.o, conv.wo, conv)
+            g = self.program.store(g, order)
+        gx = gw = gb = None
+        if mask[2]:
+            gb = self._shaped(self.program.reduce([g], [0, 2, 3], "sum")[0], [conv.o])
+        if mask[1]:
+            gw = self._weights_back(g, x, w, conv)
+            # The rim of the kernel meets padding alone, so its gradient is zero.
+            if any(conv.cut):
+                high, wide = conv.cut
+                inner, gw = gw, self._op_constant_pad_nd(gw, [wide, wide, high, high])
+                self.inner[_name(gw)] = inner
+        if mask[0]:
+            gx = self._inputs_back(g, x, w, conv)
         return [gx, gw, gb]
 
     def _weights_back(self, g: Value, x: Value, w: Value, conv: "_Convolution") -> Value:
@@ -335,7 +349,7 @@ class ImageLowering(Lowering):
             call = f"depthwise_weights<{conv.text(c, c)}, {frame}>({n}, {images}, {grads}, {name}, MORE_{name});"
             self.program.emit(call, [_buffer(images), _buffer(grads)], [name])
             return gw
-        order = PLANES if self._pixels_pay(o, conv.wo, conv) else LAST
+        order = self._best_order(o, conv.wo, conv)
         images = self._padded(x, order, c, conv.padding, conv.padding)
         grads = self._padded(g, order, o, (0, 0), (0, 0))
         if order == PLANES:
@@ -347,13 +361,13 @@ class ImageLowering(Lowering):
         cg, og = conv.cg, conv.og
         # Whole vectors of outputs, which the kernel moves to the order of the weights at the end.
         sums = self.program.buffer(self._rounded(og) * cg * taps, self.dtype)
+        reads = [_buffer(images), _buffer(grads)]
         for group in range(conv.groups):
             arrays = f"{images} + {group * cg}, {grads} + {group * og}, {sums}, {cg * taps}, {taps}"
             part = f"{name} + {group * og * cg * taps}"
             call = f"convolve_weights<{conv.text(c, o)}>({n}, {arrays}, {part}, MORE_{name});"
-            self.program.emit(
-                call, [_buffer(images), _buffer(grads), *([name] if group else [])], [sums, name]
-            )
+            self.program.emit(call, reads, [sums, name])
+            reads.append(name)
         return gw
 
     def _framed(self, g: Value, conv: "_Convolution", channels: int) -> tuple[str, str]:
@@ -396,18 +410,17 @@ class ImageLowering(Lowering):
             return gx
         gx = self._images(n, [c, h, wide], LAST)
         grads, frame = self._framed(g, conv, o)
-        cg, og = conv.cg, conv.og
+        cg, og, reads = conv.cg, conv.og, [_buffer(grads)]
         for group in range(conv.groups):
-            part = f"{weights} + {group * og * cg * taps}" if group else weights
+            part = _shift(weights, group * og * cg * taps)
             # The gradient goes from outputs to inputs: these become the lanes.
             pack = f"pack_outputs<{cg}, {og}, {taps}>({{w}}, {taps}, {cg * taps}, {{p}})"
             packed = self._packed_weights(pack, part, self._rounded(cg) * og * taps)
             numbers = f"{conv.text(c, o)}, {h}, {wide}, {top}, {left}, {frame}"
             arrays = f"{grads} + {group * og}, {packed}, {_name(gx)} + {group * cg}"
             call = f"convolve_back<{numbers}>({n}, {arrays});"
-            self.program.emit(
-                call, [_buffer(grads), packed, *([_name(gx)] if group else [])], [_name(gx)]
-            )
+            self.program.emit(call, [packed, *reads], [_name(gx)])
+            reads.append(_name(gx))
         return gx
 
     # ------------------------------------------------------------------ pooling
@@ -421,8 +434,12 @@ class ImageLowering(Lowering):
 
     def _order_to_pool(self, x: Value) -> tuple[int, ...]:
         """Return the order in memory in which images are pooled: that in which they lie."""
-        innermost = order_of(x)[-1] if x.leaf is None else _innermost(x)
-        return LAST if innermost == 1 else PLANES
+        innermost = order_of(x)[-1]
+        if x.leaf is not None:
+            innermost = _innermost(x)
+        if innermost == 1:
+            return LAST
+        return PLANES
 
     def _windows(
         self,
@@ -440,11 +457,13 @@ class ImageLowering(Lowering):
         sample.
         """
         c, h, w = _sizes(x.shape[1:])
-        many, beside = (c, x.shape[0]) if tuple(order) == SAMPLES else (x.shape[0], c)
+        many, inner = x.shape[0], c
+        if tuple(order) == SAMPLES:
+            many, inner = inner, many
         _c, ho, wo = _sizes(y[1:])
         pairs = (_pair(kernel), _pair(stride, kernel), _pair(padding), _pair(dilation))
-        sizes = (beside, h, w, ho, wo, *(size for pair in pairs for size in pair))
-        last = "false" if tuple(order) == PLANES else "true"
+        sizes = (inner, h, w, ho, wo, *chain.from_iterable(pairs))
+        last = _flag(tuple(order) != PLANES)
         return f"Windows<{', '.join(map(str, sizes))}, {last}>", many
 
     def _op_max_pool2d_with_indices(
@@ -545,9 +564,7 @@ class ImageLowering(Lowering):
     ) -> None:
         """Average areas of images `x` to the shape `y`, or with `back` the gradient from there."""
         windows, many = self._windows(x, y, 1, 1, 0, 1, order)
-        call = (
-            f"areas<{windows}, {'true' if back else 'false'}>({many}, {source}, {_name(target)});"
-        )
+        call = f"areas<{windows}, {_flag(back)}>({many}, {source}, {_name(target)});"
         self.program.emit(call, [_buffer(source)], [_name(target)])
 
     def _op__adaptive_avg_pool2d(self, x: Value, _size: Any) -> Value:
@@ -586,13 +603,13 @@ def _copies(
 ) -> list[int]:
     """Return how often images are repeated along height and width to have another size."""
     small, large = _sizes(shape[2:]), _sizes(size)
-    counts = [many // few for few, many in zip(small, large, strict=True)]
-    wanted = [
-        count if scale is None else scale
-        for count, scale in zip(counts, scales or counts, strict=True)
-    ]
-    if [few * count for few, count in zip(small, counts, strict=True)] != large or wanted != counts:
-        raise NotTraceableError("images that are enlarged by a factor that is no whole number")
+    counts = []
+    for few, many, scale in zip(small, large, scales or (None, None), strict=True):
+        count, rest = divmod(many, few)
+        # A scale that was given decides which pixels are read, even where sizes fit.
+        if rest or scale not in (None, count):
+            raise NotTraceableError("images that are enlarged by a factor that is no whole number")
+        counts.append(count)
     return counts
 
 
@@ -651,18 +668,21 @@ class _Convolution:
     def _rim(self, axis: int, size: int, kernel: int, dilation: int, out: int) -> int:
         """Return how many places at each end of a kernel's axis meet nothing but padding."""
         stride, padding = self.stride[axis], self.padding[axis]
-        met = [
-            k
-            for k in range(kernel)
-            if any(0 <= y * stride + k * dilation - padding < size for y in range(out))
-        ]
+        met = []
+        for k in range(kernel):
+            places = range(k * dilation - padding, k * dilation - padding + out * stride, stride)
+            if any(0 <= place < size for place in places):
+                met.append(k)
+        if not met:
+            return 0
         # As much at both ends, since a convolution has one padding for both.
-        return min(met[0], kernel - 1 - met[-1], padding // dilation) if met else 0
+        return min(met[0], kernel - 1 - met[-1], padding // dilation)
 
     def useful(self, w: Value) -> Value:
         """Return the part of the weights that meets the input."""
         for axis, (cut, kernel) in enumerate(zip(self.cut, (self.kh, self.kw), strict=True), 2):
-            w = Lowering._sliced(w, axis, cut, kernel) if cut else w
+            if cut:
+                w = Lowering._sliced(w, axis, cut, kernel)
         return w
 
     def frames(self) -> list[tuple[int, int]]:
@@ -682,11 +702,14 @@ class _Convolution:
     def text(self, pixel: int, out: int) -> str:
         """Return the C++ of its shape for one group; `pixel` and `out` count numbers of a pixel."""
         frame = (self.h + 2 * self.padding[0], self.w + 2 * self.padding[1])
-        channels = (
-            (self.c, pixel, self.o, out) if self.depthwise else (self.cg, pixel, self.og, out)
-        )
+        inputs, outputs = self.cg, self.og
+        if self.depthwise:
+            inputs, outputs = self.c, self.o
         numbers = (
-            *channels,
+            inputs,
+            pixel,
+            outputs,
+            out,
             *frame,
             self.ho,
             self.wo,
@@ -697,6 +720,17 @@ class _Convolution:
             self.dw,
         )
         return f"Shape<{', '.join(map(str, numbers))}>"
+
+
+def _flag(value: bool) -> str:
+    return str(value).lower()
+
+
+def _shift(address: str, numbers: int) -> str:
+    """Return the C++ of an address some numbers further."""
+    if not numbers:
+        return address
+    return f"{address} + {numbers}"
 
 
 def _buffer(text: str) -> str:

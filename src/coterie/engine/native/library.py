@@ -68,7 +68,9 @@ class StoredSamples:
 
 def address_of(tensor: Tensor | None) -> int | None:
     """Return the address of a tensor's memory."""
-    return None if tensor is None else tensor.data_ptr()
+    if tensor is None:
+        return None
+    return tensor.data_ptr()
 
 
 def to_int64(tensor: Tensor) -> Tensor:
@@ -78,7 +80,9 @@ def to_int64(tensor: Tensor) -> Tensor:
 
 def make_rows_contiguous(tensor: Tensor) -> Tensor:
     """Return a matrix whose rows are contiguous; rows may be shared."""
-    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
+    if tensor.stride(1) != 1:
+        return tensor.contiguous()
+    return tensor
 
 
 def convert_noise(noise: InputNoise | None) -> tuple[NoiseJob, tuple[Tensor, ...]]:
@@ -92,7 +96,9 @@ def convert_noise(noise: InputNoise | None) -> tuple[NoiseJob, tuple[Tensor, ...
 def convert_optimizer(work: TrainingWork) -> tuple[Rule, Tensor | None]:
     """Return the optimizer in the program's form, and the tensor that owns its rates' memory."""
     local, given = work.local, work.local.optimizer_arguments
-    rates = None if work.rates is None else work.rates.to(torch.float64).contiguous()
+    rates = work.rates
+    if rates is not None:
+        rates = rates.to(torch.float64).contiguous()
     beta1, beta2 = given.get("betas", (0.0, 0.0))
     # Kinds are numbered in the order of OPTIMIZERS: that of `enum Kind` in samples.h.
     rule = Rule(
@@ -143,8 +149,9 @@ def run_on_threads(function: Callable[..., None], job: ctypes.Structure, number:
     size = math.ceil(number / (4 * threads))
     # ctypes releases the interpreter's lock during a call.
     with ThreadPoolExecutor(threads) as pool:
-        starts = range(0, number, size)
-        for done in [
-            pool.submit(function, ctypes.byref(job), s, min(s + size, number)) for s in starts
-        ]:
-            done.result()
+        calls = []
+        for start in range(0, number, size):
+            stop = min(start + size, number)
+            calls.append(pool.submit(function, ctypes.byref(job), start, stop))
+        for call in calls:
+            call.result()

@@ -8,7 +8,7 @@ again when its value was read last.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 
@@ -33,7 +33,9 @@ def c_type(dtype: torch.dtype) -> str:
     """Return the type of the program's numbers for a type of PyTorch's."""
     if dtype.is_floating_point:
         return "T"
-    return "uint8_t" if dtype == torch.bool else "int64_t"
+    if dtype == torch.bool:
+        return "uint8_t"
+    return "int64_t"
 
 
 @dataclass(frozen=True)
@@ -54,12 +56,20 @@ class Leaf:
 
     def text(self, index: Sequence[str]) -> str:
         """Return the C++ of one entry."""
-        terms = [str(self.offset)] if self.offset != 0 else []
+        terms = []
+        if self.offset != 0:
+            terms.append(str(self.offset))
         for name, stride in zip(index, self.strides, strict=True):
-            if stride != 0 and name != "0":
-                terms.append(name if stride == 1 else f"{name} * {stride}")
+            if stride == 0 or name == "0":
+                continue
+            term = name
+            if stride != 1:
+                term += f" * {stride}"
+            terms.append(term)
         place = " + ".join(terms) or "0"
-        return f"{self.buffer}[{place}]" if self.buffer else f"({place})"
+        if not self.buffer:
+            return f"({place})"
+        return f"{self.buffer}[{place}]"
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,9 @@ class Value:
     @property
     def leaf(self) -> Leaf | None:
         """The memory of a value that is no expression."""
-        return self.leaves[0] if self.make is _first and self.leaves[0].buffer else None
+        if self.make is _first and self.leaves[0].buffer:
+            return self.leaves[0]
+        return None
 
     @property
     def memory(self) -> Leaf:
@@ -102,6 +114,10 @@ class Value:
     def moved(self, shape: Sequence[Size], move: Callable[[Leaf], Leaf]) -> "Value":
         """Return a view."""
         return replace(self, shape=tuple(shape), leaves=tuple(map(move, self.leaves)))
+
+
+def _leaves_of(values: Sequence[Value]) -> list[Leaf]:
+    return list(chain.from_iterable(value.leaves for value in values))
 
 
 def _first(parts: Sequence[str]) -> str:
@@ -123,7 +139,9 @@ def dense_strides(shape: Sequence[Size], order: Sequence[int] | None = None) -> 
     """Return the strides of an array without gaps; `order` has its axes from the outermost."""
     strides: list[Size] = [0] * len(shape)
     step: Size = 1
-    for axis in reversed(order if order is not None else range(len(shape))):
+    if order is None:
+        order = range(len(shape))
+    for axis in reversed(order):
         strides[axis] = step
         step = step * shape[axis]
     return strides
@@ -181,9 +199,12 @@ def reshape(value: Value, shape: Sequence[Size]) -> Value | None:
                 # The axes leave a gap between them.
                 if leaf.strides[a] != leaf.strides[b] * value.shape[b]:
                     return None
-            step: Size = leaf.strides[inner[-1]] if inner else 0
+            step: Size = 0
+            if inner:
+                step = leaf.strides[inner[-1]]
             for axis in reversed(new):
-                strides[axis] = step if shape[axis] != 1 else 0
+                if shape[axis] != 1:
+                    strides[axis] = step
                 step = step * shape[axis]
         leaves.append(replace(leaf, strides=tuple(strides)))
     return replace(value, shape=tuple(shape), leaves=tuple(leaves))
@@ -212,7 +233,10 @@ def _groups(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[list[int], l
                 sizes[1] *= evaluate_size(new[j], MANY)
                 right.append(j)
                 j += 1
-            if sizes[0] != sizes[1] and (i == len(old) if sizes[0] < sizes[1] else j == len(new)):
+            # The smaller side has to grow, and has no axes left.
+            left_ends = sizes[0] < sizes[1] and i == len(old)
+            right_ends = sizes[1] < sizes[0] and j == len(new)
+            if left_ends or right_ends:
                 raise NotTraceableError("two shapes of it do not match")
         groups.append((left, right))
     return groups
@@ -280,9 +304,9 @@ class Program:
         nest = Nest(value.shape, (target, *value.leaves), by_strides(target.strides))
         entry = value.make([leaf.text(nest.names) for leaf in nest.leaves[1:]])
         place = nest.leaves[0].text(nest.names)
-        line = (
-            f"{place} = {entry};" if not add else f"{place} = ({add} ? {place} : T(0)) + {entry};"
-        )
+        if add:
+            entry = f"({add} ? {place} : T(0)) + {entry}"
+        line = f"{place} = {entry};"
         self.emit(nest.around(line), [leaf.buffer for leaf in value.leaves], [target.buffer])
 
     def store(self, value: Value, order: Sequence[int] | None = None) -> Value:
@@ -294,7 +318,8 @@ class Program:
         """
         if order is None and value.leaf is not None:
             return value
-        order = list(order) if order is not None else order_of(value)
+        if order is None:
+            order = order_of(value)
         strides = dense_strides(value.shape, order)
         name = self.buffer(product(value.shape), value.dtype)
         result = in_memory(name, value.shape, strides, value.dtype)
@@ -303,7 +328,8 @@ class Program:
 
     def make_contiguous(self, value: Value, order: Sequence[int] | None = None) -> Value:
         """Return a value in memory without gaps, in an order of its axes."""
-        order = list(order) if order is not None else list(range(len(value.shape)))
+        if order is None:
+            order = range(len(value.shape))
         if not value.is_dense(order):
             return self.store(value, order)
         leaf = value.memory
@@ -329,14 +355,14 @@ class Program:
             return [in_shape(result, kept_now) for result in self.reduce(parts, joined_axes, kind)]
         shape = values[0].shape
         axes = [axis for axis in axes if shape[axis] != 1]
-        kept_shape = [1 if axis in axes else size for axis, size in enumerate(shape)]
+        kept_shape = list(shape)
+        for axis in axes:
+            kept_shape[axis] = 1
         if not axes and not kind.startswith("arg"):
             return [self.store(value) for value in values]
-        order = [
-            axis
-            for axis in order_of(max(values, key=lambda v: len(v.leaves) > 0))
-            if shape[axis] != 1
-        ]
+        # The first value that is no constant; `max` returns the first of equal ones.
+        typical = max(values, key=lambda value: len(value.leaves) > 0)
+        order = [axis for axis in order_of(typical) if shape[axis] != 1]
         kept, gone = [a for a in order if a not in axes], [a for a in order if a in axes]
         inner = gone and kept and order[-1] in axes
         if (
@@ -350,19 +376,22 @@ class Program:
             first = [axis for axis in gone if order.index(axis) < order.index(kept[-1])]
             half = self.reduce(values, first, kind)
             return self.reduce(half, [a for a in gone if a not in first], kind)
-        dtype = torch.int64 if kind.startswith("arg") else values[0].dtype
-        if kind in ("any", "all"):
+        dtype = values[0].dtype
+        if kind.startswith("arg"):
+            dtype = torch.int64
+        elif kind in ("any", "all"):
             dtype = torch.bool
         names = [self.buffer(product(kept_shape), dtype) for _ in values]
         strides = dense_strides(
-            kept_shape, [*[a for a in range(len(shape)) if a not in kept], *kept]
+            kept_shape, [*sorted(set(range(len(shape))).difference(kept)), *kept]
         )
         results = [in_memory(name, kept_shape, strides, dtype) for name in names]
-        leaves = [leaf for value in values for leaf in value.leaves]
         targets = [expand(result, shape).leaves[0] for result in results]
-        reads = [leaf.buffer for leaf in leaves]
+        reads = [leaf.buffer for leaf in _leaves_of(values)]
+        columns = None
+        if kept and order[-1] in kept:
+            columns = shape[kept[-1]]
         # Sums side by side are arrays on the stack, whose size is a constant of the program.
-        columns = shape[kept[-1]] if kept and order[-1] in kept else None
         if kind == "sum" and isinstance(columns, int) and columns <= _COLUMNS:
             text = self._sums_of_columns(shape, kept, gone, values, targets)
         elif kind == "sum":
@@ -384,19 +413,24 @@ class Program:
         """
         shape = values[0].shape
         gone = set(axes)
-        kept_shape: list[Size] = [1 if axis in gone else size for axis, size in enumerate(shape)]
+        kept_shape = list(shape)
+        for axis in gone:
+            kept_shape[axis] = 1
         for axis in range(len(shape) - 1):
             if (axis in gone) != (axis + 1 in gone) or (shape[axis] == 1 and shape[axis + 1] == 1):
                 continue
-            parts = [
-                reshape(v, [*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :]])
-                for v in values
-            ]
-            if all(part is not None for part in parts):
-                after = [
-                    a if a <= axis else a - 1 for a in axes if a != axis + 1 or axis not in gone
-                ]
-                return [part for part in parts if part is not None], sorted(set(after)), kept_shape
+            joined = [*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :]]
+            parts = []
+            for value in values:
+                part = reshape(value, joined)
+                if part is None:
+                    break
+                parts.append(part)
+            if len(parts) == len(values):
+                # Axes behind the joined pair move up by one, and the second of the pair is the
+                # first.
+                after = {a - (a > axis) for a in axes}
+                return parts, sorted(after), kept_shape
         return None
 
     @staticmethod
@@ -419,17 +453,17 @@ class Program:
         targets: list[Leaf],
     ) -> str:
         """Sum where the innermost axis is summed: a sum a row, added up in parts."""
-        leaves = (*targets, *(leaf for value in values for leaf in value.leaves))
+        leaves = (*targets, *_leaves_of(values))
         nest = Nest(shape, leaves, [*kept, *gone], split=len(kept))
         entries = self._entries(values, nest.leaves[len(targets) :], nest.names)
-        body = nest.summed(
-            "", [f"part{k} += {entry};" for k, entry in enumerate(entries)], len(values)
-        )
-        stores = " ".join(
-            f"{t.text(nest.names)} = total{k};" for k, t in enumerate(nest.leaves[: len(targets)])
-        )
-        totals = " ".join(f"double total{k} = 0;" for k in range(len(values)))
-        return nest.outer(f"{{ {totals} {body} {stores} }}")
+        lines, totals, stores = [], [], []
+        # `nest.leaves` has the targets first.
+        for k, (entry, target) in enumerate(zip(entries, nest.leaves, strict=False)):
+            lines.append(f"part{k} += {entry};")
+            totals.append(f"double total{k} = 0;")
+            stores.append(f"{target.text(nest.names)} = total{k};")
+        body = nest.summed("", lines, len(values))
+        return nest.outer(f"{{ {' '.join(totals)} {body} {' '.join(stores)} }}")
 
     def _sums_of_columns(
         self,
@@ -442,20 +476,19 @@ class Program:
         """Sum where the innermost axis stays: its entries are summed side by side, in parts."""
         columns = kept[-1]
         width = shape[columns]
-        leaves = (*targets, *(leaf for value in values for leaf in value.leaves))
+        leaves = (*targets, *_leaves_of(values))
         nest = Nest(shape, leaves, [*kept[:-1], *gone, columns], split=len(kept) - 1, last=True)
         name = nest.names[columns]
         entries = self._entries(values, nest.leaves[len(targets) :], nest.names)
-        loop = f"VECTORIZE for (long {name} = 0; {name} < {width}; {name}++)"
-        lines = [f"part{k}[{name}] += {entry};" for k, entry in enumerate(entries)]
-        body = nest.summed(loop, lines, len(values), str(width))
-        ends = [
-            f"for (long {name} = 0; {name} < {width}; {name}++) {t.text(nest.names)} = "
-            f"total{k}[{name}];"
-            for k, t in enumerate(nest.leaves[: len(targets)])
-        ]
-        totals = " ".join(f"double total{k}[{width}] = {{}};" for k in range(len(values)))
-        return nest.outer(f"{{ {totals} {body} {' '.join(ends)} }}")
+        loop = f"for (long {name} = 0; {name} < {width}; {name}++)"
+        lines, totals, stores = [], [], []
+        # `nest.leaves` has the targets first.
+        for k, (entry, target) in enumerate(zip(entries, nest.leaves, strict=False)):
+            lines.append(f"part{k}[{name}] += {entry};")
+            totals.append(f"double total{k}[{width}] = {{}};")
+            stores.append(f"{loop} {target.text(nest.names)} = total{k}[{name}];")
+        body = nest.summed(f"VECTORIZE {loop}", lines, len(values), str(width))
+        return nest.outer(f"{{ {' '.join(totals)} {body} {' '.join(stores)} }}")
 
     def _extremes(
         self,
@@ -478,7 +511,7 @@ class Program:
         place = nest.leaves[0].text(nest.names)
         kept_type = c_type(value.dtype)
         if kind.startswith("arg"):
-            sign = ">" if kind == "argmax" else "<"
+            sign = {"argmax": ">", "argmin": "<"}[kind]
             if len(gone) != 1:
                 raise NotTraceableError(f"{kind} over several axes")
             step = nest.names[gone[0]]
@@ -501,8 +534,8 @@ class Program:
             "any": ("0", "best = best || v;"),
             "all": ("1", "best = best && v;"),
         }[kind]
-        if kept_type == "int64_t" and kind in ("max", "min"):
-            start = "INT64_MIN" if kind == "max" else "INT64_MAX"
+        if kept_type == "int64_t":
+            start = {"max": "INT64_MIN", "min": "INT64_MAX"}.get(kind, start)
         body = nest.inner(f"{{ {kept_type} v = {entry}; {take} }}")
         return nest.outer(f"{{ {kept_type} best = {start}; {body} {place} = best; }}")
 
@@ -611,19 +644,17 @@ class Nest:
         sizes = list(shape)
         # An axis of size 1 needs no loop.
         names = [f"i{axis}" if size != 1 else "0" for axis, size in enumerate(shape)]
-        marks = {
-            axis: (number >= split if split is not None else False)
-            for number, axis in enumerate(order)
-        }
+        reduced: set[int] = set()
+        if split is not None:
+            reduced = set(order[split:])
         loop = [axis for axis in order if shape[axis] != 1]
-        end = len(loop) - 1 if last else len(loop)
+        end = len(loop) - last
         k = 0
         while merge and k + 1 < end:
             a, b = loop[k], loop[k + 1]
             # A step of the outer axis is a whole run of the inner one, in every leaf.
-            if marks[a] == marks[b] and all(
-                leaf.strides[a] == leaf.strides[b] * sizes[b] for leaf in leaves
-            ):
+            adjacent = all(leaf.strides[a] == leaf.strides[b] * sizes[b] for leaf in leaves)
+            if adjacent and (a in reduced) == (b in reduced):
                 sizes[b] = sizes[b] * sizes[a]
                 names[a] = "0"
                 loop.pop(k)
@@ -633,19 +664,22 @@ class Nest:
             else:
                 k += 1
         self.names, self.sizes, self.leaves = names, sizes, list(leaves)
-        self._last = [loop[-1]] if last and loop else []
-        body = loop[: len(loop) - len(self._last)]
-        self._outer = [axis for axis in body if not marks[axis]]
-        self._inner = [axis for axis in body if marks[axis]]
+        body = loop
+        if last:
+            body = loop[:-1]
+        self._outer = [axis for axis in body if axis not in reduced]
+        self._inner = [axis for axis in body if axis in reduced]
 
-    def _for(self, axis: int, vector: bool = False) -> str:
+    def _for(self, axis: int) -> str:
         name = self.names[axis]
-        return f"{'VECTORIZE ' if vector else ''}for (long {name} = 0; {name} < {self.sizes[axis]}; {name}++) "
+        return f"for (long {name} = 0; {name} < {self.sizes[axis]}; {name}++) "
 
     def around(self, line: str) -> str:
         """Return the loops around a body; the innermost one is vectorized."""
-        loops = [*self._outer, *self._inner]
-        return "".join(self._for(axis, axis == loops[-1]) for axis in loops) + "{ " + line + " }"
+        loops = list(map(self._for, [*self._outer, *self._inner]))
+        if loops:
+            loops[-1] = f"VECTORIZE {loops[-1]}"
+        return "".join(loops) + "{ " + line + " }"
 
     def outer(self, line: str) -> str:
         """Return the outer loops around a body."""
@@ -673,23 +707,22 @@ class Nest:
         name, size = self.names[axis], self.sizes[axis]
         # Without columns a part is spread over the lanes of a vector, each of which adds fewer
         # numbers.
-        part = _PART if width else 8 * _PART
+        numbers = range(number)
         if width:
-            starts = " ".join(f"T part{k}[{width}] = {{}};" for k in range(number))
-            ends = (
-                f"for (long e = 0; e < {width}; e++) {{ "
-                + " ".join(f"total{k}[e] += part{k}[e];" for k in range(number))
-                + " }"
-            )
+            part, vector = _PART, ""
+            starts = " ".join(f"T part{k}[{width}] = {{}};" for k in numbers)
+            adds = " ".join(f"total{k}[e] += part{k}[e];" for k in numbers)
+            ends = f"for (long e = 0; e < {width}; e++) {{ {adds} }}"
         else:
-            starts = " ".join(f"T part{k} = 0;" for k in range(number))
-            ends = " ".join(f"total{k} += part{k};" for k in range(number))
+            part = 8 * _PART
+            names = ", ".join(f"part{k}" for k in numbers)
+            vector = f'_Pragma("omp simd reduction(+:{names})") '
+            starts = " ".join(f"T part{k} = 0;" for k in numbers)
+            ends = " ".join(f"total{k} += part{k};" for k in numbers)
         # A part is added up in the model's precision, and parts in double precision: rounding grows
         # with the length of a part alone.
         text = " ".join(lines)
         inside = f"{loop} {{ {text} }}"
-        parts = ", ".join(f"part{k}" for k in range(number))
-        vector = "" if width else f'_Pragma("omp simd reduction(+:{parts})") '
         start = f"s{name}"
         run = (
             f"for (long {start} = 0; {start} < {size}; {start} += {part}) {{ {starts} "
@@ -701,17 +734,23 @@ class Nest:
 
 def number(value: float | int | bool | Dim | object, kind: str = "T") -> str:
     """Return the C++ of a constant."""
+    if isinstance(value, bool | int) and kind == "T":
+        return f"T({int(value)})"
     if isinstance(value, bool):
-        return str(int(value)) if kind != "T" else f"T({int(value)})"
-    if isinstance(value, Dim):
-        return f"T{value}" if kind == "T" else f"int64_t{value}"
+        return str(int(value))
     if isinstance(value, int):
-        return f"T({value})" if kind == "T" else f"int64_t({value}LL)"
+        return f"int64_t({value}LL)"
+    if isinstance(value, Dim) and kind == "T":
+        return f"T{value}"
+    if isinstance(value, Dim):
+        return f"int64_t{value}"
     if isinstance(value, float):
         if math.isnan(value):
             return "T(NAN)"
-        if math.isinf(value):
-            return "T(INFINITY)" if value > 0 else "T(-INFINITY)"
+        if value == math.inf:
+            return "T(INFINITY)"
+        if value == -math.inf:
+            return "T(-INFINITY)"
         # repr writes every digit of a double.
         return f"T({value!r})"
     raise NotTraceableError(f"a constant of an unknown type ({type(value).__name__})")

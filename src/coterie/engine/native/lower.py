@@ -8,6 +8,7 @@ products, convolutions, pooling and sums make calls of `blocks.h` or loops.
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -119,7 +120,8 @@ class Lowering:
             elif node.name in ("mm", "addmm"):
                 factor: Ref = node.args[-1]
                 factors.setdefault(roots.get(factor, factor), []).append(factor)
-        return {factor for alike in factors.values() if len(alike) >= _OFTEN for factor in alike}
+        often = [alike for alike in factors.values() if len(alike) >= _OFTEN]
+        return set(chain.from_iterable(often))
 
     def run(self) -> None:
         """Lower every node.
@@ -147,16 +149,16 @@ class Lowering:
         except NotTraceableError:
             # An operation that is not known does no harm where the record has its results as
             # constants.
-            if not all(ref is None or ref.number in self.trace.constants for ref in node.outs):
-                raise
-            result = [
-                None if ref is None else self._constant(self.trace.constants[ref.number])
-                for ref in node.outs
-            ]
-        results = result if isinstance(result, list) else [result]
+            result = []
+            for ref in node.outs:
+                if ref is not None and ref.number not in self.trace.constants:
+                    raise
+                result.append(ref and self._constant(self.trace.constants[ref.number]))
+        if not isinstance(result, list):
+            result = [result]
         # Outputs that a handler leaves out are never read.
-        results = [*results, *[None] * (len(node.outs) - len(results))]
-        for ref, value in zip(node.outs, results, strict=True):
+        result += [None] * (len(node.outs) - len(result))
+        for ref, value in zip(node.outs, result, strict=True):
             if ref is None:
                 continue
             if value is None:  # what nobody reads
@@ -164,9 +166,7 @@ class Lowering:
                 continue
             shape = self.trace.kinds[ref.number].shape
             # A result that has less than the recorded shape would be read beyond its memory.
-            if [evaluate_size(size, MANY) for size in value.shape] != [
-                evaluate_size(size, MANY) for size in shape
-            ]:
+            if not _have_equal_sizes(value.shape, shape):
                 raise NotTraceableError(f"the operation {node.name} made {value.shape} for {shape}")
             self.values[ref] = self._store_if_needed(ref, value)
 
@@ -237,12 +237,9 @@ class Lowering:
                 "it holds a large tensor that is neither a parameter nor a buffer of numbers"
             )
         name = self.program.buffer(tensor.numel(), tensor.dtype)
-        entries = ", ".join(
-            number(v, self.program.buffers[name].type) for v in tensor.flatten().tolist()
-        )
-        self.program.buffers[
-            name
-        ].place = f"static const {self.program.buffers[name].type} {name}_[] = {{{entries}}};"
+        buffer = self.program.buffers[name]
+        entries = ", ".join(number(value, buffer.type) for value in tensor.flatten().tolist())
+        buffer.place = f"static const {buffer.type} {name}_[] = {{{entries}}};"
         return in_memory(name, tensor.shape, dense_strides(tensor.shape), tensor.dtype)
 
     # ------------------------------------------------------------------ elementwise
@@ -286,13 +283,12 @@ class Lowering:
             given = iter(parts)
             pieces = []
             for text in texts:
-                if isinstance(text, Value):
-                    part = next(given)
-                    pieces.append(
-                        f"T({part})" if floating and not text.dtype.is_floating_point else part
-                    )
-                else:
+                if isinstance(text, str):
                     pieces.append(text)
+                elif floating and not text.dtype.is_floating_point:
+                    pieces.append(f"T({next(given)})")
+                else:
+                    pieces.append(next(given))
             return make(*pieces)
 
         shape = _broadcast([v.shape for v in values])
@@ -317,9 +313,9 @@ class Lowering:
             return self._map(lambda p, q: f"({p} / {q})", a, b, cost=2)
         if alpha != 1:
             return self._map(lambda p, q, s: f"({p} {operator} {s} * {q})", a, b, alpha, cost=2)
-        return self._map(
-            lambda p, q: f"({p} {operator} {q})", a, b, cost=4 if operator == "/" else 1
-        )
+        # A division takes as long as several other operations.
+        cost = {"/": 4}.get(operator, 1)
+        return self._map(lambda p, q: f"({p} {operator} {q})", a, b, cost=cost)
 
     def _op_rsub(self, a: Operand, b: Operand, alpha: Number = 1) -> Value:
         return self._map(lambda p, q, s: f"({q} - {s} * {p})", a, b, alpha)
@@ -534,7 +530,9 @@ class Lowering:
                 pos_weight,
                 cost=18,
             )
-        return loss if weight is None else self._map(lambda a, w: f"({a} * {w})", loss, weight)
+        if weight is not None:
+            loss = self._map(lambda a, w: f"({a} * {w})", loss, weight)
+        return loss
 
     # ------------------------------------------------------------------ types, fills and copies
 
@@ -545,13 +543,10 @@ class Lowering:
             return self._map(lambda a: a, x)
         if self._kind.dtype == torch.bool:
             return self._map(lambda a: f"({a} != 0)", x, dtype=torch.bool)
-        source = x.dtype
-        make = (
-            (lambda a: f"int64_t({a})")
-            if source.is_floating_point or source == torch.bool
-            else (lambda a: a)
-        )
-        return combine(make, [x], self._kind.dtype, 1, x.shape)
+        text = "{}"
+        if x.dtype.is_floating_point or x.dtype == torch.bool:
+            text = "int64_t({})"
+        return combine(text.format, [x], self._kind.dtype, 1, x.shape)
 
     # A value is never changed, so that it is its own copy.
     def _op_clone(self, x: Value, **_options: Any) -> Value:
@@ -566,11 +561,9 @@ class Lowering:
         return self._filled(x.shape, 0, x.dtype)
 
     def _op_fill(self, x: Value, value: Operand) -> Value:
-        return (
-            expand(value, x.shape)
-            if isinstance(value, Value)
-            else self._filled(x.shape, value, x.dtype)
-        )
+        if isinstance(value, Value):
+            return expand(value, x.shape)
+        return self._filled(x.shape, value, x.dtype)
 
     def _like(self, value: Any) -> Value:
         return self._filled(self._kind.shape, value, self._kind.dtype)
@@ -601,8 +594,11 @@ class Lowering:
 
     def _op_arange(self, *args: Any, **_options: Any) -> Value:
         # arange(end), arange(start, end) or arange(start, end, step)
-        start = args[0] if len(args) > 1 else 0
-        step = args[2] if len(args) > 2 else 1
+        start, step = 0, 1
+        if len(args) > 1:
+            start = args[0]
+        if len(args) > 2:
+            step = args[2]
         size = self._kind.shape[0]
         integers = (
             not self._kind.dtype.is_floating_point
@@ -630,11 +626,7 @@ class Lowering:
     # ------------------------------------------------------------------ views
 
     def _op_permute(self, x: Value, axes: Sequence[int]) -> Value:
-        axes = [axis % len(x.shape) for axis in axes]
-        return x.moved(
-            [x.shape[a] for a in axes],
-            lambda leaf: replace(leaf, strides=tuple(leaf.strides[a] for a in axes)),
-        )
+        return _take_axes(x, [axis % len(x.shape) for axis in axes])
 
     def _op_transpose(self, x: Value, a: int, b: int) -> Value:
         axes = list(range(len(x.shape)))
@@ -642,7 +634,9 @@ class Lowering:
         return self._op_permute(x, axes)
 
     def _op_t(self, x: Value) -> Value:
-        return self._op_permute(x, [1, 0]) if len(x.shape) == 2 else x
+        if len(x.shape) < 2:
+            return x
+        return self._op_permute(x, [1, 0])
 
     def _op_unsqueeze(self, x: Value, axis: int) -> Value:
         axis %= len(x.shape) + 1
@@ -658,11 +652,7 @@ class Lowering:
         elif not isinstance(axes, list):
             axes = [axes]
         wanted = [axis % len(x.shape) for axis in axes]
-        keep = [a for a, size in enumerate(x.shape) if size != 1 or a not in wanted]
-        return x.moved(
-            [x.shape[a] for a in keep],
-            lambda leaf: replace(leaf, strides=tuple(leaf.strides[a] for a in keep)),
-        )
+        return _take_axes(x, [a for a, n in enumerate(x.shape) if n != 1 or a not in wanted])
 
     def _op_expand(self, x: Value, _shape: Any, **_options: Any) -> Value:
         return expand(x, self._kind.shape)
@@ -671,16 +661,11 @@ class Lowering:
         axis %= len(x.shape)
         if isinstance(place, int) and place < 0:
             place = x.shape[axis] + place
-        keep = [a for a in range(len(x.shape)) if a != axis]
 
         def move(leaf: Leaf) -> Leaf:
-            return replace(
-                leaf,
-                offset=leaf.offset + place * leaf.strides[axis],
-                strides=tuple(leaf.strides[a] for a in keep),
-            )
+            return replace(leaf, offset=leaf.offset + place * leaf.strides[axis])
 
-        return x.moved([x.shape[a] for a in keep], move)
+        return _take_axes(x.moved(x.shape, move), [a for a in range(len(x.shape)) if a != axis])
 
     def _op_slice(
         self, x: Value, axis: int = 0, start: Any = None, _end: Any = None, step: int = 1
@@ -694,13 +679,13 @@ class Lowering:
     @staticmethod
     def _sliced(x: Value, axis: int, start: Size, length: Size, step: int = 1) -> Value:
         """Return every `step`-th of the places along an axis, `length` of them."""
-        shape = [length if a == axis else size for a, size in enumerate(x.shape)]
 
         def move(leaf: Leaf) -> Leaf:
-            strides = tuple(s * step if a == axis else s for a, s in enumerate(leaf.strides))
-            return replace(leaf, offset=leaf.offset + start * leaf.strides[axis], strides=strides)
+            stride = leaf.strides[axis]
+            strides = _replace_entry(leaf.strides, axis, stride * step)
+            return replace(leaf, offset=leaf.offset + start * stride, strides=strides)
 
-        return x.moved(shape, move)
+        return x.moved(_replace_entry(x.shape, axis, length), move)
 
     def _op_flip(self, x: Value, axes: Sequence[int]) -> Value:
         for axis in axes:
@@ -708,8 +693,9 @@ class Lowering:
 
             def move(leaf: Leaf, axis: int = axis, end: Size = x.shape[axis] - 1) -> Leaf:
                 # From the last place backwards.
-                strides = tuple(-s if a == axis else s for a, s in enumerate(leaf.strides))
-                return replace(leaf, offset=leaf.offset + end * leaf.strides[axis], strides=strides)
+                stride = leaf.strides[axis]
+                strides = _replace_entry(leaf.strides, axis, -stride)
+                return replace(leaf, offset=leaf.offset + end * stride, strides=strides)
 
             x = x.moved(x.shape, move)
         return x
@@ -773,9 +759,7 @@ class Lowering:
 
     def _storage(self, x: Value, strides: Sequence[Size]) -> tuple[Value, list[int]]:
         """Return a value as it lies in PyTorch's memory."""
-        axes = sorted(
-            (a for a, s in enumerate(x.shape)), key=lambda a: (-evaluate_size(strides[a], MANY), a)
-        )
+        axes = sorted(range(len(x.shape)), key=lambda axis: -evaluate_size(strides[axis], MANY))
         wanted = dense_strides(x.shape, axes)
         if any(a != b and size != 1 for a, b, size in zip(wanted, strides, x.shape, strict=True)):
             raise NotTraceableError("it writes into a part of a tensor that has gaps")
@@ -838,7 +822,7 @@ class Lowering:
     def _op_select_backward(self, g: Value, shape: Sequence[Size], axis: int, place: int) -> Value:
         target = self._zeros(shape, g.dtype)
         axis %= len(shape)
-        start = place if place >= 0 else shape[axis] + place
+        start = _first_place(place, shape[axis])
         self._place(target, axis, start, self._op_unsqueeze(g, axis))
         return target
 
@@ -910,9 +894,7 @@ class Lowering:
         stride = leaf.strides[axis]
         size = x.shape[axis]
         # The axis has stride 0, as `make` adds the place itself.
-        fixed = replace(
-            leaf, strides=tuple(0 if a == axis else s for a, s in enumerate(leaf.strides))
-        )
+        fixed = replace(leaf, strides=_replace_entry(leaf.strides, axis, 0))
         count = len(index.leaves)
 
         def make(parts: Sequence[str]) -> str:
@@ -964,10 +946,9 @@ class Lowering:
         )
         after = len(x.shape) - axis - 1
         count = len(index.leaves)
-        leaves = [
-            replace(part, strides=(*[0] * axis, *part.strides, *[0] * after))
-            for part in index.leaves
-        ]
+        leaves = []
+        for part in index.leaves:
+            leaves.append(replace(part, strides=(*[0] * axis, *part.strides, *[0] * after)))
 
         def make(parts: Sequence[str]) -> str:
             return f"(&{parts[0]})[inside({index.make(parts[1 : 1 + count])}, {size}) * {stride}]"
@@ -995,9 +976,7 @@ class Lowering:
         """Return a copy of `x` with entries of `g` along an axis; index and `g` have its axes."""
         target = self.program.store(x, range(len(x.shape)))
         leaf = target.memory
-        fixed = replace(
-            leaf, strides=tuple(0 if a == axis else stride for a, stride in enumerate(leaf.strides))
-        )
+        fixed = replace(leaf, strides=_replace_entry(leaf.strides, axis, 0))
         place = (index, range(len(g.shape)), x.shape[axis], leaf.strides[axis])
         self._write_at(fixed, *place, g, index.shape, operator)
         return target
@@ -1029,9 +1008,9 @@ class Lowering:
         place = index.make([leaf.text([names[axis] for axis in axes]) for leaf in index.leaves])
         entry = g.make([leaf.text(names) for leaf in g.leaves])
         # No VECTORIZE: a place may be named twice, and sums keep the order of the entries.
-        loops = "".join(
-            f"for (long {i} = 0; {i} < {end}; {i}++) " for i, end in zip(names, sizes, strict=True)
-        )
+        loops = ""
+        for name, size_ in zip(names, sizes, strict=True):
+            loops += f"for (long {name} = 0; {name} < {size_}; {name}++) "
         text = f"{loops}(&{target.text(names)})[inside({place}, {size}) * {stride}] {operator} {entry};"
         reads = [leaf.buffer for leaf in (*index.leaves, *g.leaves)]
         self.program.emit(text, [*reads, target.buffer], [target.buffer])
@@ -1048,7 +1027,7 @@ class Lowering:
         return self._added((rows, g.shape[-1]), 0, index, g)
 
     def _condition(self, make: Callable[..., str], *values: Value) -> Value:
-        return combine(make, list(values), torch.bool, 1, _broadcast([v.shape for v in values]))
+        return combine(make, values, torch.bool, 1, _broadcast([v.shape for v in values]))
 
     def _op_index_put(
         self, x: Value, indices: Sequence[Value | None], g: Value, accumulate: bool = False
@@ -1071,14 +1050,14 @@ class Lowering:
 
     def _op_scatter(self, x: Value, axis: int, index: Value, source: Operand) -> Value:
         axis %= len(x.shape)
-        rows = [[size for a, size in enumerate(v.shape) if a != axis] for v in (x, index)]
-        # an elementwise choice
-        # One place of each row gets a constant.
-        if index.shape[axis] == 1 and rows[0] == rows[1] and not isinstance(source, Value):
+        one_a_row = index.shape == _replace_entry(x.shape, axis, 1)
+        # A constant at one place of each row is an elementwise choice.
+        if one_a_row and not isinstance(source, Value):
             text = "chosen({1} == {0}, {3}, {2})"
             return self._map(text.format, _places(x.shape, axis), expand(index, x.shape), x, source)
-        values = source if isinstance(source, Value) else self._filled(index.shape, source, x.dtype)
-        return self._write_entries(x, axis, index, values, "=")
+        if not isinstance(source, Value):
+            source = self._filled(index.shape, source, x.dtype)
+        return self._write_entries(x, axis, index, source, "=")
 
     def _op_scatter_add(self, x: Value, axis: int, index: Value, g: Value) -> Value:
         return self._write_entries(x, axis % len(x.shape), index, g, "+=")
@@ -1088,7 +1067,9 @@ class Lowering:
     def _axes(self, x: Value, axes: Any) -> list[int]:
         if axes is None or axes == []:
             return list(range(len(x.shape)))
-        return [a % len(x.shape) for a in (axes if isinstance(axes, list) else [axes])]
+        if not isinstance(axes, list):
+            axes = [axes]
+        return [axis % len(x.shape) for axis in axes]
 
     def _reduce(self, x: Value, axes: Any, keep: bool, kind: str) -> Value:
         gone = self._axes(x, axes)
@@ -1097,7 +1078,9 @@ class Lowering:
             result = self._filled(x.shape, 0, torch.int64)
         else:
             (result,) = self.program.reduce([x], gone, kind)
-        return result if keep else self._op_squeeze(result, gone)
+        if keep:
+            return result
+        return self._op_squeeze(result, gone)
 
     def _op_sum(self, x: Value, axes: Any = None, keepdim: bool = False, **_options: Any) -> Value:
         if x.dtype.is_floating_point:
@@ -1182,7 +1165,7 @@ class Lowering:
         return self.program.store(combine(make, [x], self.dtype, 1, x.shape))
 
     def _pointwise(self, make: Callable[..., str], *values: Value, cost: int = 2) -> Value:
-        return combine(make, list(values), self.dtype, cost, _broadcast([v.shape for v in values]))
+        return combine(make, values, self.dtype, cost, _broadcast([v.shape for v in values]))
 
     def _scale(self, variance: Value, eps: float) -> Value:
         """Return 1 / standard deviation."""
@@ -1277,7 +1260,9 @@ class Lowering:
         powers = self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top)
         total = self.program.reduce([powers], gone, "sum")[0]
         result = self._map(lambda s, m: f"(std::log({s}) + {m})", total, top, cost=8)
-        return result if keepdim else self._op_squeeze(result, gone)
+        if keepdim:
+            return result
+        return self._op_squeeze(result, gone)
 
     def _op_nll_loss_forward(
         self, x: Value, y: Value, weight: Value | None, reduction: int, ignore: int
@@ -1323,7 +1308,7 @@ class Lowering:
         g, y = self._op_unsqueeze(g, axis), self._op_unsqueeze(y, axis)
         if weight is not None:
             w = self.program.store(weight)
-            w = self._shaped(w, [w.shape[0] if a == axis else 1 for a in range(len(x.shape))])
+            w = self._shaped(w, _replace_entry([1] * len(x.shape), axis, w.shape[0]))
             return self._map(
                 lambda k, t, a, v: f"chosen({k} == {t} && {t} != {ignore}, -{a} * {v}, 0)",
                 iota,
@@ -1350,10 +1335,10 @@ class Lowering:
         if len(rest) != 3:
             raise NotTraceableError("batch normalization of a form that is not known")
         x = self.program.store(x)
-        axes = [a for a in range(len(x.shape)) if a != 1]
+        axes = [0, *range(2, len(x.shape))]
         mean, variance = self._moments(x, axes)
         scale = self._scale(variance, eps)
-        y = self._normalized(x, mean, scale, *(self._channels(p, x) for p in (weight, bias)))
+        y = self._normalized(x, mean, scale, self._channels(weight, x), self._channels(bias, x))
         return [y, self._shaped(mean, [x.shape[1]]), self._shaped(scale, [x.shape[1]])]
 
     def _op_native_batch_norm(
@@ -1373,30 +1358,27 @@ class Lowering:
         if training or mean is None or var is None:
             raise NotTraceableError("a normalization that writes its statistics in place")
         scale = self._scale(var, eps)
-        return [
-            self._normalized(x, mean, scale, *(self._channels(p, x) for p in (weight, bias))),
-            None,
-            None,
-        ]
+        y = self._normalized(x, mean, scale, self._channels(weight, x), self._channels(bias, x))
+        return [y, None, None]
 
     def _channels(self, value: Value | None, x: Value) -> Value | None:
         if value is None:
             return None
-        return self._shaped(value, [x.shape[1] if a == 1 else 1 for a in range(len(x.shape))])
+        return self._shaped(value, _replace_entry([1] * len(x.shape), 1, x.shape[1]))
 
     def _normalized(
         self, x: Value, mean: Value, scale: Value, weight: Value | None, bias: Value | None
     ) -> Value:
         # One factor of each channel instead of two products of each entry.
         if weight is not None and weight.shape == scale.shape:
-            scale, weight = (
-                self.program.store(self._pointwise(lambda s, w: f"({s} * {w})", scale, weight)),
-                None,
-            )
-        values = [x, mean, scale, *(v for v in (weight, bias) if v is not None)]
-        text = "(({0} - {1}) * {2}" + (" * {3}" if weight is not None else "")
-        text += (f" + {{{len(values) - 1}}}" if bias is not None else "") + ")"
-        return self._map(text.format, *values, cost=len(values))
+            factor = self._pointwise(lambda s, w: f"({s} * {w})", scale, weight)
+            scale, weight = self.program.store(factor), None
+        values, text = [x, mean, scale], "({} - {}) * {}"
+        if weight is not None:
+            values, text = [*values, weight], f"{text} * {{}}"
+        if bias is not None:
+            values, text = [*values, bias], f"{text} + {{}}"
+        return self._map(f"({text})".format, *values, cost=len(values))
 
     def _op_native_batch_norm_backward(
         self,
@@ -1409,14 +1391,11 @@ class Lowering:
         scale: Value,
         *_rest: Any,
     ) -> list[Value]:
-        axes = [a for a in range(len(x.shape)) if a != 1]
-        mean, scale, weight = (
-            self._channels(mean, x),
-            self._channels(scale, x),
-            self._channels(weight, x),
-        )  # type: ignore[assignment]
+        axes, channels = [0, *range(2, len(x.shape))], [x.shape[1]]
+        shape = _replace_entry([1] * len(x.shape), 1, x.shape[1])
+        mean, scale = self._shaped(mean, shape), self._shaped(scale, shape)
+        weight = self._channels(weight, x)
         back, along, plain = self._normal_back(g, x, mean, scale, axes, weight, None)
-        channels = [x.shape[1]]
         return [back, self._shaped(along, channels), self._shaped(plain, channels)]
 
     def _normal_back(
@@ -1443,7 +1422,8 @@ class Lowering:
         x = self.program.store(x)
         # g lies as x does, so that one loop reads both in order.
         order = by_strides(x.memory.strides)
-        g = self.program.store(g, order) if g.leaf is None else g
+        if g.leaf is None:
+            g = self.program.store(g, order)
         count = product([x.shape[a] for a in axes])
         if inner is None:
             away = self._pointwise(lambda a, b, m: f"({a} * ({b} - {m}))", g, x, mean)
@@ -1553,7 +1533,8 @@ class Lowering:
         if g.leaf is None:
             g = self.program.store(g, by_strides(x.memory.strides))
         gp, xp = self._grouped(g, groups), self._grouped(x, groups)
-        mean, scale = (self._shaped(v, [x.shape[0], groups, 1, 1]) for v in (mean, scale))
+        shape = [x.shape[0], groups, 1, 1]
+        mean, scale = self._shaped(mean, shape), self._shaped(scale, shape)
         means, scales = self._of_channels(mean, xp), self._of_channels(scale, xp)
         away = self._pointwise(lambda a, b, m: f"({a} * ({b} - {m}))", gp, xp, means)
         plain, moved = self.program.reduce([gp, away], [3], "sum")  # of each channel
@@ -1609,8 +1590,7 @@ class Lowering:
     def _matrix(self, x: Value, static: int) -> Value:
         """Store matrices with numbers as the last two strides; axis `static` has a known size."""
         leaf = x.leaf
-        strides = leaf.strides[-2:] if leaf is not None else (Dim(1),)
-        if leaf is not None and all(isinstance(s, int) for s in strides):
+        if leaf is not None and all(isinstance(stride, int) for stride in leaf.strides[-2:]):
             return x
         last = len(x.shape) - 1
         axes = list(range(len(x.shape)))
@@ -1632,7 +1612,7 @@ class Lowering:
         # The kernel depends on a typical number of samples, not on that of a call.
         rows = evaluate_size(m, self.samples)
         last = len(a.shape) - 1
-        a = self._matrix(a, last if isinstance(k, int) else last - 1)
+        a = self._matrix(a, last - isinstance(k, Dim))
         sm, sk = a.memory.strides[-2:]
         # The stride of a single row or column is never used; with 0, equal products share a kernel.
         if m == 1:
@@ -1654,9 +1634,7 @@ class Lowering:
             and evaluate_size(k, self.samples) >= _LONG
         )
         # A matrix that several products read is packed once for all of them.
-        again = self._node_now is not None and any(
-            ref in self._again for ref in self._node_now.refs()
-        )
+        again = self._node_now is not None and not self._again.isdisjoint(self._node_now.refs())
         if not direct and along and not again:
             call = f"dots<{n}>({m}, {k}, {{a}}, {sm}, {{b}}, {bn}, {{c}}, MORE)"
         else:
@@ -1721,6 +1699,26 @@ class Lowering:
         )
 
 
+def _replace_entry(entries: Sequence[Size], place: int, entry: Size) -> tuple[Size, ...]:
+    return (*entries[:place], entry, *entries[place + 1 :])
+
+
+def _take_axes(x: Value, axes: Sequence[int]) -> Value:
+    """Return a view with some axes in a new order; of the others the first place."""
+    return x.moved(
+        [x.shape[axis] for axis in axes],
+        lambda leaf: replace(leaf, strides=tuple(leaf.strides[axis] for axis in axes)),
+    )
+
+
+def _have_equal_sizes(one: Sequence[Size], other: Sequence[Size]) -> bool:
+    """Return whether two shapes are the same for any number of samples."""
+    if len(one) != len(other):
+        return False
+    pairs = zip(one, other, strict=True)
+    return all(evaluate_size(a, MANY) == evaluate_size(b, MANY) for a, b in pairs)
+
+
 def _places(shape: Sequence[Size], axis: int) -> Value:
     """Return integers of a shape: the place of each entry along an axis."""
     steps = tuple(int(other == axis) for other in range(len(shape)))
@@ -1733,12 +1731,16 @@ def _first_place(start: Size | None, size: Size) -> Size:
     """Return where a slice starts: from the end if negative, and never before the first place."""
     if not isinstance(start, int) or start >= 0:
         return start or 0
-    return max(0, size + start) if isinstance(size, int) else size + start
+    if isinstance(size, Dim):
+        return size + start
+    return max(0, size + start)
 
 
 def _real(value: Number) -> Number:
     """Return an integer as a number of the model's type."""
-    return float(value) if isinstance(value, int) else value
+    if isinstance(value, int):
+        return float(value)
+    return value
 
 
 def _each(reduction: int) -> None:

@@ -52,9 +52,8 @@ def samples_pay(trace: Trace, size: int) -> bool:
 
 def _has_kernel(trace: Trace, args: Sequence[Any]) -> bool:
     """Return whether `sample_lanes.h` has the convolution of some arguments."""
-    x, w = (trace.kinds[ref.number] for ref in args[:2])
     try:
-        conv = _convolution(x, w, args[3:])
+        conv = _convolution(trace.kind_of(args[0]), trace.kind_of(args[1]), args[3:])
     except NotTraceableError:
         return False
     plain = conv.groups == 1 and conv.stride == (1, 1) and (conv.dh, conv.dw) == (1, 1)
@@ -117,7 +116,9 @@ class SampleLowering(ImageLowering):
         outputs: list[str],
     ) -> None:
         images = self._padded(x, SAMPLES, conv.c, conv.padding, conv.padding)
-        weights, own = self._plain(w), "nullptr" if bias is None else self._plain(bias)
+        weights, own = self._plain(w), "nullptr"
+        if bias is not None:
+            own = self._plain(bias)
         call = f"across::{kernel}({images}, {weights}, {own}, {', '.join(outputs)});"
         self.program.emit(call, [_buffer(images), _buffer(weights), _buffer(own)], outputs)
 
@@ -132,7 +133,9 @@ class SampleLowering(ImageLowering):
     ) -> list[Value | None]:
         # Zeros on both sides of each row of the gradient, so that a turned kernel slides over it
         # without conditions at the edges.
-        left = conv.kw - 1 - conv.padding[1] if mask[0] else 0
+        left = 0
+        if mask[0]:
+            left = conv.kw - 1 - conv.padding[1]
         if left:
             framed = self._in_frame(g.shape, self.dtype, SAMPLES, conv.o, (0, left), (0, left))
             self.program.assign(framed.memory, g)
@@ -140,9 +143,13 @@ class SampleLowering(ImageLowering):
         else:
             g = self.program.make_contiguous(g, SAMPLES)
         row, grads = conv.wo + 2 * left, g.memory.pointer
-        gb = self._bias_gradient(g, conv) if mask[2] else None
-        gx = self._input_gradient(grads, row, x, w, conv) if mask[0] else None
-        gw = self._weight_gradient(grads, row, x, w, conv) if mask[1] else None
+        gx = gw = gb = None
+        if mask[2]:
+            gb = self._bias_gradient(g, conv)
+        if mask[0]:
+            gx = self._input_gradient(grads, row, x, w, conv)
+        if mask[1]:
+            gw = self._weight_gradient(grads, row, x, w, conv)
         return [gx, gw, gb]
 
     def _op_convolution_pool_backward(
@@ -153,11 +160,12 @@ class SampleLowering(ImageLowering):
         g = self.program.make_contiguous(g, SAMPLES)
         height, width = conv.ho // high, conv.wo // wide
         pooled = _grid(conv.o, height, width, width)
-        gb = self._bias_gradient(g, conv) if mask[2] else None
+        gw = gb = None
+        if mask[2]:
+            gb = self._bias_gradient(g, conv)
         # A first layer needs the gradient of its weights alone, which takes pooled gradients with
         # their places as they are.
         if not mask[0]:
-            gw = None
             if mask[1]:
                 grids = f"{self._read_grid(conv)}, {pooled}"
                 kernel = f"convolve_pool_weights<{grids}, {conv.kh}, {conv.kw}, {high}, {wide}>"
@@ -182,7 +190,8 @@ class SampleLowering(ImageLowering):
             [inside.buffer],
         )
         gx = self._input_gradient(inside.pointer, row, x, w, conv)
-        gw = self._weight_gradient(inside.pointer, row, x, w, conv) if mask[1] else None
+        if mask[1]:
+            gw = self._weight_gradient(inside.pointer, row, x, w, conv)
         return [gx, gw, gb]
 
     def _bias_gradient(self, g: Value, conv: _Convolution) -> Value:
@@ -245,7 +254,8 @@ class SampleLowering(ImageLowering):
         # Weights have sizes that are plain numbers: only a matrix of samples has a Dim of rows.
         if len(x.shape) != 2 or not isinstance(x.shape[0], Dim):
             return x
-        x = x if x.leaf is not None else self.program.store(x)
+        if x.leaf is None:
+            x = self.program.store(x)
         # Only a matrix whose samples lie side by side is turned over.
         if x.memory.strides != (1, x.shape[0]):
             return x

@@ -38,8 +38,9 @@ def join_products(trace: Trace) -> Trace:
             return factors(node.args[0], not turned)
         if _plain_sum(node):
             gone_now.append(node)
-            parts = [factors(part, turned) for part in node.args[:2]]
-            return None if None in parts else [*(parts[0] or []), *(parts[1] or [])]
+            left, right = factors(node.args[0], turned), factors(node.args[1], turned)
+            if left is not None and right is not None:
+                return [*left, *right]
         return None
 
     def new(shape: tuple[Size, ...], like: Ref) -> Ref:
@@ -52,17 +53,16 @@ def join_products(trace: Trace) -> Trace:
         if id(node) in gone or not _plain_sum(node):
             continue
         gone_now: list[Operation] = []
-        parts = [factors(part, False) for part in node.args[:2]]
-        if None in parts:
-            continue
-        pairs = [*(parts[0] or []), *(parts[1] or [])]
-        if len(pairs) < _FEWEST:
+        before, after = factors(node.args[0], False), factors(node.args[1], False)
+        if before is None or after is None or len(before) + len(after) < _FEWEST:
             continue
         nodes: list[Operation] = []
         columns, rows = [], []
-        for a, b, turned in pairs:
+        for a, b, turned in (*before, *after):
             # The transpose of a product is that of its factors in the other order.
-            left, right = (b, a) if turned else (a, b)
+            left, right = a, b
+            if turned:
+                left, right = b, a
             for ref, flip, into in ((left, not turned, columns), (right, turned, rows)):
                 # a left factor lies with its columns below each other, so that they are joined like
                 # rows

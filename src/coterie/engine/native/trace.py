@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.engine._rewrites import ReplacedFunctions, normalize_batch, with_counted_batches
 from coterie.engine.precision import product_precision
+from coterie.errors import first_line
 from coterie.functional.scores import mark_not_finite
 from coterie.models.draws import KeyedDraws, is_keyed, is_random
 from coterie.models.layout import Layout
@@ -165,6 +166,10 @@ class Trace:
     constants: dict[int, Tensor] = field(default_factory=dict)
     drawn: list[tuple[int, ...]] = field(default_factory=list)
 
+    def kind_of(self, ref: Ref) -> ArrayKind:
+        """Return the shape and the type of a value."""
+        return self.kinds[ref.number]
+
 
 @dataclass
 class _Group:
@@ -298,21 +303,16 @@ class _Recorder(TorchDispatchMode):
             return self._draw(func, name, args, kwargs)
         if name in ("_local_scalar_dense", "is_nonzero", "nonzero", "_unique2"):
             raise NotTraceableError("what it computes depends on its data")
-        taken, named = (
-            tuple(self._take(a) for a in args),
-            {key: self._take(value) for key, value in kwargs.items()},
-        )
+        taken = tuple(map(self._take, args))
+        named = {key: self._take(value) for key, value in kwargs.items()}
         if func._schema.is_mutable:
             return self._in_place(func, name, args, kwargs, taken, named)
-        if (
-            not self.known(name)
-            and name not in _VIEWS
-            and args
-            and any(isinstance(a, Tensor) for a in args)
-        ):
-            # A decomposition runs under the recorder, which sees its parts.
-            simpler = None if func in self._within else _decomposition(func)
+        takes_tensors = any(isinstance(argument, Tensor) for argument in args)
+        known = self.known(name) or name in _VIEWS or func in self._within
+        if takes_tensors and not known:
+            simpler = _decomposition(func)
             if simpler is not None:
+                # A decomposition runs under the recorder, which sees its parts.
                 self._within.append(func)
                 with self:
                     out = simpler(*args, **kwargs)
@@ -321,20 +321,20 @@ class _Recorder(TorchDispatchMode):
         # PyTorch counts the offset from the start of the storage, a record from the tensor; the
         # strides of the tensor say how it lies.
         if name == "as_strided":
-            offset = args[3] if len(args) > 3 and args[3] is not None else args[0].storage_offset()
-            taken = (
-                taken[0],
-                [*args[1]],
-                [*args[2]],
-                offset - args[0].storage_offset(),
-                [*args[0].stride()],
-            )
+            tensor, shape, strides, *offsets = args
+            offset = 0  # where none is given
+            if offsets and offsets[0] is not None:
+                offset = offsets[0] - tensor.storage_offset()
+            taken = (taken[0], [*shape], [*strides], offset, [*tensor.stride()])
         out = func(*args, **kwargs)
         # The operation has returned its argument: there is nothing new to follow.
         if isinstance(out, Tensor) and any(out is a for a in args):
             return out
-        outs = out if isinstance(out, list | tuple) else (out,)
-        group = self._tracked[id(args[0])].group if name in _VIEWS else None
+        outs, group = (out,), None
+        if isinstance(out, list | tuple):
+            outs = tuple(out)
+        if name in _VIEWS:
+            group = self._tracked[id(args[0])].group
         made = tuple(self._new(part, group) if isinstance(part, Tensor) else None for part in outs)
         self._add(name, taken, named, outs, made)
         return out
@@ -390,7 +390,9 @@ def _decomposition(func: Any) -> Callable[..., Any] | None:
         return func.impl_aten
     # PyTorch's own kernel for it calls simpler operations.
     composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-    return func.decompose if composite else None
+    if composite:
+        return func.decompose
+    return None
 
 
 def _normalize_batch(
@@ -501,10 +503,9 @@ def _train_once(
         # A parameter that the loss does not depend on has None.
         grads = torch.autograd.grad((losses * weight).sum(), leaves, allow_unused=True)
         trace = recorder.trace
-        trace.outputs = [
-            recorder.ref(losses),
-            *(None if g is None else recorder.ref(g) for g in grads),
-        ]
+        trace.outputs = [recorder.ref(losses)]
+        for grad in grads:
+            trace.outputs.append(None if grad is None else recorder.ref(grad))
         trace.outputs += state.results(tensors)
     trace.drawn = draws.shapes
     return trace
@@ -534,8 +535,10 @@ class _State:
         for name, row in self.rows.items():
             value = tensors[name]
             if name in self._before:
-                same = self.recorder.ref(value) == self._before[name]
-                value = row if same else value.to(self.dtype)
+                if self.recorder.ref(value) == self._before[name]:
+                    value = row
+                else:
+                    value = value.to(self.dtype)
             found.append(self.recorder.ref(value))
         return found
 
@@ -593,19 +596,17 @@ def _unified(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
         if first != 1 and second != 1:
             # Bessel's correction m / (m - 1), of m = places * n numbers.
             places = round(first / (first - 1) / one)
-            if all(
-                abs(value - places * n / (places * n - 1)) < 1e-12
-                for value, n in ((first, one), (second, two))
-            ):
+            m, n = places * one, places * two
+            # The records have the same formula, so that only rounding is allowed for.
+            if abs(first - m / (m - 1)) < 1e-12 and abs(second - n / (n - 1)) < 1e-12:
                 return Ratio(places=places)
     raise NotTraceableError("its operations depend on the number of samples")
 
 
 def _joined(first: Trace, second: Trace, sizes: tuple[int, int]) -> Trace:
     """Return two records of a function as one for any number of samples."""
-    if [n.name for n in first.nodes] != [
-        n.name for n in second.nodes
-    ] or first.outputs != second.outputs:
+    names = [[node.name for node in trace.nodes] for trace in (first, second)]
+    if names[0] != names[1] or first.outputs != second.outputs:
         raise NotTraceableError("its operations depend on the number of samples")
     joined = Trace(inputs=first.inputs, outputs=first.outputs, constants=dict(first.constants))
     for number, kind in first.kinds.items():
@@ -733,7 +734,7 @@ def record(
             together = not separate or state != before or _together(layout, module, objective, x, y)
     # PyTorch raises it for what cannot run under the modes of the record.
     except RuntimeError as error:
-        raise NotTraceableError(str(error).strip().splitlines()[0]) from error
+        raise NotTraceableError(first_line(error)) from error
     return Traces(train, judge, together)
 
 

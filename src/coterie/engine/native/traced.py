@@ -28,7 +28,7 @@ from coterie.engine.native.library import (
     store_samples,
     to_int64,
 )
-from coterie.engine.native.loops import Leaf, Program, Value, dense_strides, in_memory
+from coterie.engine.native.loops import Leaf, Program, Value, c_type, dense_strides, in_memory
 from coterie.engine.native.pooling import join_convolutions_with_pooling, pool_before_activations
 from coterie.engine.native.sample_lanes import LANES, SampleLowering, samples_pay
 from coterie.engine.native.simple import LARGE, is_simple
@@ -69,7 +69,9 @@ _POINTER, _LONG, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 def _flags() -> tuple[str, ...]:
     """Return the compiler's flags; by default it uses half of registers of 64 bytes."""
-    return (*_FLAGS, "-mprefer-vector-width=512") if compiler.vector_bytes() == 64 else _FLAGS
+    if compiler.vector_bytes() == 64:
+        return (*_FLAGS, "-mprefer-vector-width=512")
+    return _FLAGS
 
 
 class _Memory(ctypes.Structure):
@@ -110,9 +112,11 @@ class _Function:
 
     def __init__(self, trace: Trace, layout: Layout, across: bool) -> None:
         self.layout = layout
-        self.program = Program(number_bytes=4 if layout.dtype == torch.float32 else 8)
-        lowering = SampleLowering if across else ImageLowering
-        self.lowering = lowering(self.program, trace, LANES if across else _TYPICAL, layout.dtype)
+        self.program = Program(number_bytes=layout.dtype.itemsize)
+        lowering, samples = ImageLowering, _TYPICAL
+        if across:
+            lowering, samples = SampleLowering, LANES
+        self.lowering = lowering(self.program, trace, samples, layout.dtype)
         self.inputs = list(layout.inputs)
         kinds = trace.kinds
         # In the order of the inputs of `trace._train_once` and `_judge_once`.
@@ -135,17 +139,18 @@ class _Function:
         values.append(in_memory("key", (), (), torch.int64))
         for buffer, ref in zip(("x", "y", "weight"), trace.inputs[len(values) :], strict=False):
             kind = kinds[ref.number]
-            axes = range(len(kind.shape))
-            order = [*axes[1:], 0] if across and buffer == "x" else axes
+            order = list(range(len(kind.shape)))
+            if across and buffer == "x":
+                order.append(order.pop(0))  # samples are innermost
+            strides = dense_strides(kind.shape, order)
             # One weight serves all samples of a piece; across the vector each has its own, 0 for
             # copies.
-            strides = [0] if buffer == "weight" and not across else dense_strides(kind.shape, order)
+            if buffer == "weight" and not across:
+                strides = [0]
             values.append(in_memory(buffer, kind.shape, strides, kind.dtype))
         self.lowering.values.update(zip(trace.inputs, values, strict=True))
         self.lowering.run()
-        self.results = [
-            None if ref is None else self.lowering.operand(ref) for ref in trace.outputs
-        ]
+        self.results = [ref and self.lowering.operand(ref) for ref in trace.outputs]
 
     def write_vector(self, name: str, result: Value | None) -> None:
         """Write one value a sample."""
@@ -166,23 +171,21 @@ class _Function:
                     ["g"],
                 )
                 continue
-            leaf = result.leaf
-            buffer = leaf.buffer if leaf is not None else ""
+            leaf, buffer = result.leaf, ""
+            if leaf is not None:
+                buffer = leaf.buffer
             if buffer in self.lowering.inner and self._is_only_written(buffer):
                 self._write_inner(slot, buffer)
                 continue
             # A kernel may write into the gradient itself if nothing else reads its result, which
             # lies as the slot does.
-            readers = [
-                s for s in self.program.statements if buffer in s.reads and buffer not in s.writes
-            ]
             plain = (
                 leaf is not None and leaf.offset == 0 and result.is_dense(range(len(result.shape)))
             )
             if (
                 plain
                 and buffer in self.lowering.more
-                and not readers
+                and self._is_only_written(buffer)
                 and not self.program.buffers[buffer].place
             ):
                 self.program.buffers[buffer].place = f"T* const {buffer} = g + {slot.start};"
@@ -217,15 +220,13 @@ class _Function:
     def write_state(self, results: Sequence[Value | None]) -> None:
         """Write the new untrained tensors, when all of them are known."""
         slots = [slot for slot in self.layout.slots if slot.stop > self.layout.trainable]
-        pairs = [
-            (s, r)
-            for s, r in zip(slots, results, strict=True)
-            if r is not None and not _is_there(r, s.start)
-        ]
         # All are copied before one is written, since an expression may read what another replaces.
-        results = [self.program.store(result, range(len(result.shape))) for _, result in pairs]
-        for (slot, _), result in zip(pairs, results, strict=True):
-            self.program.assign(Leaf("row", slot.start, tuple(dense_strides(slot.shape))), result)
+        copies = []
+        for slot, result in zip(slots, results, strict=True):
+            if result is not None and not _is_there(result, slot.start):
+                copies.append((slot, self.program.store(result, range(len(result.shape)))))
+        for slot, copy in copies:
+            self.program.assign(Leaf("row", slot.start, tuple(dense_strides(slot.shape))), copy)
 
     def text(self) -> list[str]:
         """Return declarations and statements."""
@@ -245,8 +246,9 @@ class _Function:
             text = statement.text
             for name in statement.writes:
                 if f"MORE_{name}" in text:
-                    more = self.lowering.more[name]
-                    text = text.replace(f"MORE_{name}", "more" if more == "more" else "false")
+                    # A kernel that writes into a buffer of its own has nothing to add to.
+                    more = self.lowering.more[name].replace("MORE", "false")
+                    text = text.replace(f"MORE_{name}", more)
             body.append(text)
         return [*lines, *body]
 
@@ -348,19 +350,16 @@ class TracedProgram:
     def _written(self, x: Tensor, y: Tensor) -> str:
         """Return the C++ of the program: kernels, both functions, and the loops that call them."""
         layout = self.layout
-        number, integer = (
-            ("float", "int32_t") if layout.dtype == torch.float32 else ("double", "int64_t")
-        )
+        number, integer = "double", "int64_t"
+        if layout.dtype == torch.float32:
+            number, integer = "float", "int32_t"
         here = Path(__file__).parent
         features, own = tuple(x.shape[1:]), layout.zero_inputs(1)
         sizes = ", ".join(str(own[name][0].numel()) for name in self.inputs) or "0"
-        channels = features[0] if features else 1
-        entries, plane, targets = (
-            math.prod(features),
-            math.prod(features[1:]),
-            math.prod(y.shape[1:]),
-        )
-        width = features[-1] if len(features) > 1 else 1
+        # Of inputs without such axes, 1, the product of none.
+        channels, width = math.prod(features[:1]), math.prod(features[1:][-1:])
+        entries, plane = math.prod(features), math.prod(features[1:])
+        targets = math.prod(y.shape[1:])
         driver = (here / "steps.h").read_text()
         # The generated functions take a Batch, so its declaration goes before them.
         start = driver.index("struct Batch {")
@@ -376,8 +375,8 @@ class TracedProgram:
             f"constexpr int64_t WIDTH = {width}, TARGETS = {targets};",
             f"constexpr int INPUTS = {len(self.inputs)};",
             f"constexpr int64_t INPUT_SIZES[] = {{{sizes}}};",
-            f"typedef {'T' if y.is_floating_point() else 'int64_t'} Target;",
-            f"constexpr int64_t TOGETHER = {LANES if self.across else 0};",
+            f"typedef {c_type(y.dtype)} Target;",
+            f"constexpr int64_t TOGETHER = {LANES * self.across};",
             "struct Batch;\n",
             driver[start:stop],
         ]
@@ -399,7 +398,9 @@ class TracedProgram:
     def _body(self, signature: str, function: _Function, names: Sequence[str]) -> list[str]:
         """Return the C++ of one function."""
         inputs = [f"const T* const input{k} = batch.inputs[{k}];" for k in range(len(self.inputs))]
-        samples = "constexpr long n = TOGETHER;" if self.across else "const long n = size;"
+        samples = "const long n = size;"
+        if self.across:
+            samples = "constexpr long n = TOGETHER;"
         lines = (samples, *_BATCH_NAMES, *names, *inputs, *function.text())
         body = [f"  {line}" for line in lines]
         return [f"static void {signature} {{", *body, "}"]
@@ -422,7 +423,7 @@ class TracedProgram:
             if given is None:
                 given = own[name].reshape(*(1 for _ in lead), *shape).expand(*lead, *shape)
             values.append(given.to(self.layout.dtype).contiguous())
-        return (_POINTER * max(1, len(values)))(*[address_of(v) for v in values]), values
+        return (_POINTER * max(1, len(values)))(*map(address_of, values)), values
 
     def fits(self, work: TrainingWork) -> bool:
         """Return whether the program can do a training.
@@ -431,12 +432,10 @@ class TracedProgram:
         a single one.
         """
         own = self.layout.zero_inputs(1)
-        steady = all(
-            work.inputs[name].shape[2:] == own[name].shape[1:]
-            for name in self.inputs
-            if name in work.inputs
-        )
-        return steady and not (self.together and bool((work.batch_sizes == 1).any()))
+        for name in work.inputs.keys() & set(self.inputs):
+            if work.inputs[name].shape[2:] != own[name].shape[1:]:
+                return False
+        return not (self.together and bool((work.batch_sizes == 1).any()))
 
     def train(
         self, rows: Float[Tensor, "clients params"], work: TrainingWork
@@ -444,14 +443,20 @@ class TracedProgram:
         """Train clients in place; see `Engine.train`."""
         losses = torch.full(work.batch_sizes.shape, torch.nan, dtype=rows.dtype)
         places, length = to_int64(work.sample_indices), to_int64(work.batch_sizes)
-        keys = None if work.draw_keys is None else to_int64(work.draw_keys)
-        taken = None if work.steps_taken is None else to_int64(work.steps_taken)
-        anchor = None if work.anchor is None or not work.prox else make_rows_contiguous(work.anchor)
-        draws, fill = None, None
-        crops = work.augment if isinstance(work.augment, CropFlip) else None
-        assert crops is work.augment, "functions are called before: `split_for_programs`"
+        keys = taken = anchor = draws = fill = None
+        padding = anchor_stride = 0
+        if work.draw_keys is not None:
+            keys = to_int64(work.draw_keys)
+        if work.steps_taken is not None:
+            taken = to_int64(work.steps_taken)
+        if work.anchor is not None and work.prox:
+            anchor = make_rows_contiguous(work.anchor)
+            anchor_stride = anchor.stride(0)
+        crops = work.augment
         if crops is not None:
+            assert isinstance(crops, CropFlip), "functions are called before: `split_for_programs`"
             draws, fill = to_int64(crops.keys), crops.fill.to(rows.dtype).contiguous()
+            padding = crops.padding
         # Tensors whose names begin with an underscore own memory that the job points to, and have
         # to live until the call returns.
         inputs, _values = self._values(work.inputs, *work.batch_sizes.shape)
@@ -460,14 +465,16 @@ class TracedProgram:
         noise, _draws = convert_noise(work.noise)
         rule, _rates = convert_optimizer(work)
         # Samples that need each other are computed in one call, however many they are.
-        samples = int(length.max()) if self.together and length.numel() else self._samples["train"]
-        where, size = self._train.memory(max(1, samples))
-        augment = CropFlipJob(address_of(draws), address_of(fill), crops.padding if crops else 0)
+        samples = self._samples["train"]
+        if self.together and length.numel():
+            samples = max(1, int(length.max()))
+        where, size = self._train.memory(samples)
+        augment = CropFlipJob(address_of(draws), address_of(fill), padding)
         job = _Training(
-            self._store(work.samples), augment, noise, _Memory(address_of(where), size, max(1, samples)),
+            self._store(work.samples), augment, noise, _Memory(address_of(where), size, samples),
             address_of(rows), address_of(self._frozen), address_of(anchor), ctypes.cast(inputs, _POINTER), address_of(places), address_of(length),
             address_of(keys), address_of(losses), address_of(work.moments), address_of(taken), rule,
-            rows.stride(0), 0 if anchor is None else anchor.stride(0), work.num_steps, places.shape[2],
+            rows.stride(0), anchor_stride, work.num_steps, places.shape[2],
             self.layout.trainable, work.prox,
         )  # fmt: skip
         run_on_threads(self._library.train, job, len(rows))
@@ -485,9 +492,8 @@ class TracedProgram:
         table = make_rows_contiguous(table)
         # See `train`: the tensors must outlive the call.
         given, _values = self._values(inputs, len(table))
-        places, count, models, sets = (
-            to_int64(t) for t in (pairs.sample_indices, pairs.set_sizes, pairs.models, pairs.sets)
-        )
+        places, count = to_int64(pairs.sample_indices), to_int64(pairs.set_sizes)
+        models, sets = to_int64(pairs.models), to_int64(pairs.sets)
         noise, _draws = convert_noise(pairs.noise)
         samples = self._samples["judge"]
         where, size = self._judge.memory(samples)
