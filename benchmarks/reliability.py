@@ -2,6 +2,7 @@
 
     python benchmarks/reliability.py corruptions --number 1000
     python benchmarks/reliability.py kills --number 200
+    python benchmarks/reliability.py plans --number 200
     python benchmarks/reliability.py faults --number 200
 
 Each experiment runs a small study, of DAC and FedAvg, to its end or until it is stopped; then it
@@ -23,6 +24,7 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -30,14 +32,20 @@ from typing import Any
 
 from coterie._util import manifest
 from coterie._util.origin import write_results
+from coterie.data.federation import Federation
 from coterie.errors import CoterieError
 from coterie.methods.dac import Dac
 from coterie.methods.fedavg import FedAvg
+from coterie.papers.compare import compare_each_two, compare_in_pairs, load_result, to_json
 from coterie.results import stored_runs
 from coterie.runtime import checkpoint, models
 from coterie.runtime.settings import Settings
-from coterie.studies.definition import make_study
+from coterie.simulation.run import FilesSaved
+from coterie.simulation.workers import fan_out
+from coterie.studies.definition import StudyConfig, make_study
 from coterie.studies.run import load_study_results, run_study
+from coterie.studies.sweep import run_sweep
+from coterie.studies.tune import tune_study, write_result
 from coterie.testing import tiny_federation
 
 STORED = Path(__file__).resolve().parents[1] / "docs/reference/runs/reliability"
@@ -56,21 +64,24 @@ class _Stop(Exception):
     """Ends the study that is left half done."""
 
 
+def make(name: str = NAME, seeds: Sequence[int] = (0,), rounds: int = 5) -> StudyConfig:
+    """Return a study; every round of it is followed by a checkpoint."""
+    return make_study(
+        {"DAC": Dac(num_peers=2), "FedAvg": FedAvg()}, name=name, seeds=seeds, model="linear",
+        settings=Settings(rounds=rounds, checkpoint_seconds=0),
+    )  # fmt: skip
+
+
+def make_data(seed: int) -> Federation:
+    """Return the data of a seed."""
+    return tiny_federation(seed=seed)
+
+
 def run(
     out: Path, observer: Callable[[Any], None] | None = None, *, seeds: Sequence[int] = (0,)
 ) -> None:
-    """Run the study, or go on with it, in a folder; every round is followed by a checkpoint."""
-    study = make_study(
-        {"DAC": Dac(num_peers=2), "FedAvg": FedAvg()}, name=NAME, seeds=seeds, model="linear",
-        settings=Settings(rounds=5, checkpoint_seconds=0),
-    )  # fmt: skip
-    run_study(
-        study,
-        out=out,
-        resume=True,
-        federation=lambda seed: tiny_federation(seed=seed),
-        observer=observer,
-    )
+    """Run the study, or go on with it, in a folder."""
+    run_study(make(seeds=seeds), out=out, resume=True, federation=make_data, observer=observer)
 
 
 def prepared(folder: Path) -> tuple[Path, Path]:
@@ -106,7 +117,9 @@ def results(out: Path) -> dict[str, Any]:
             continue
         if path.suffix == ".json":
             content = json.loads(path.read_text("utf-8"))
-            found[name] = {key: value for key, value in content.items() if key not in _TIMES}
+            if isinstance(content, dict):
+                content = {key: value for key, value in content.items() if key not in _TIMES}
+            found[name] = content
         else:
             found[name] = path.read_bytes()
     return found
@@ -281,11 +294,13 @@ def in_child(action: Callable[[], None]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def moments_of(out: Path, *, files: bool = False) -> list[bool]:
-    """Return for each moment of the whole study whether files are being written."""
+def moments_of(
+    out: Path, *, files: bool = False, action: Callable[[Path], None] = run
+) -> list[bool]:
+    """Return for each moment of an action, such as the whole study, whether files are being written."""
     found: list[bool] = []
     with stopped_by(Moments(lambda _, writing: found.append(writing), files=files)):
-        run(out)
+        action(out)
     return found
 
 
@@ -316,13 +331,116 @@ def kills(number: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _killed_at(place: int, out: Path) -> None:
+def _killed_at(place: int, out: Path, action: Callable[[Path], None] = run) -> None:
     def act(count: int, _: bool) -> None:
         if count == place:
             os.kill(os.getpid(), signal.SIGKILL)
 
     with stopped_by(Moments(act)):
-        run(out)
+        action(out)
+
+
+class Watched:
+    """`fan_out` in this process.
+
+    Attributes:
+        trained: the folders of the runs that were begun or gone on with.
+    """
+
+    far = False
+
+    def __init__(self) -> None:
+        self.trained: set[Path] = set()
+
+    def __call__(self, work: Any, jobs: Any, workers: int, emit: Any) -> Iterator[tuple[Any, Any]]:
+        """Do the jobs, and note the folder of each."""
+
+        def note(message: object) -> None:
+            if isinstance(message, FilesSaved):
+                self.trained.add(message.folder)
+
+        return fan_out(work, jobs, 1, note)
+
+
+def _run_another(out: Path, over: Watched | None = None) -> None:
+    """Run a study that has two of its four runs in common with one that is there."""
+    run_study(make("another", (0, 1)), out=out, federation=make_data, over=over)
+
+
+def _run_sweep(out: Path, over: Watched | None = None) -> None:
+    study = replace(make("swept", rounds=2), sweep={"data.train": [8, 16]})
+    run_sweep(study, out=out, federation=make_data, over=over)
+
+
+def _tune(out: Path, over: Watched | None = None) -> None:
+    """Tune, and write what was chosen."""
+    found = tune_study(
+        make("tuned", rounds=2), {"lr": [0.01, 0.02]}, widenings=0, out=out, over=over,
+        federation=make_data,
+    )  # fmt: skip
+    write_result(found, out)
+
+
+def _compare(out: Path, over: Watched | None = None) -> None:
+    """Compare two studies that are there, and write what was found."""
+    found = [load_result(out / name) for name in (NAME, "longer")]
+    pairs = [to_json(one) for one in (*compare_in_pairs(found), *compare_each_two(found))]
+    (out / "compared.json").write_text(json.dumps({"pairs": pairs}))
+
+
+PLANS: dict[str, Callable[..., None]] = {
+    "run": _run_another,
+    "sweep": _run_sweep,
+    "tune": _tune,
+    "compare": _compare,
+}
+
+
+def plans(number: int, seed: int) -> list[dict[str, Any]]:
+    """Kill run, sweep, tune and compare at random moments, then give the same command again.
+
+    A run that was finished when the process died must not be trained again.
+    """
+    stream, rows = random.Random(seed), []
+    with tempfile.TemporaryDirectory() as name:
+        before, out = Path(name) / "before", Path(name) / "copy"
+        run(before)
+        run_study(make("longer", rounds=6), out=before, federation=make_data)
+        right, groups = {}, {}
+        for kind, action in PLANS.items():
+            action(Path(shutil.copytree(before, out)))
+            right[kind] = results(out)
+            shutil.rmtree(out)
+            moments = moments_of(Path(shutil.copytree(before, out)), action=action)
+            shutil.rmtree(out)
+            groups[kind] = [
+                [place for place, one in enumerate(moments, 1) if one is writing]
+                for writing in (False, True)
+            ]
+        for index in range(number):
+            kind = [*PLANS][index % len(PLANS)]
+            # Half of them while files are written; a comparison writes none in this way.
+            writing = bool(groups[kind][1]) and bool(index // len(PLANS) % 2)
+            place = stream.choice(groups[kind][writing])
+            shutil.copytree(before, out)
+            status = in_child(partial(_killed_at, place, out, PLANS[kind]))
+            killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+            finished = {path.parent for path in out.rglob(checkpoint.PROVENANCE)}
+            finished = {path for path in finished if checkpoint.is_finished(path)}
+            over = Watched()
+            found, said = outcome(partial(_went_on, PLANS[kind], out, over), right[kind])
+            row = {"kind": kind, "moment": place, "of": sum(map(len, groups[kind]))}
+            row |= {"writing": writing, "killed": killed, "finished": len(finished)}
+            row |= {"twice": len(finished & over.trained), "outcome": found}
+            rows.append(row | ({"said": said} if said else {}))
+            shutil.rmtree(out)
+    return rows
+
+
+def _went_on(action: Callable[..., None], out: Path, over: Watched) -> dict[str, Any]:
+    """Give the command again, and return what it leaves."""
+    action(out, over)
+    return results(out)
 
 
 def _listed(out: Path) -> Iterator[Path]:
@@ -367,7 +485,7 @@ def _refused_at(place: int, out: Path, kind: str) -> None:
         run(out)
 
 
-EXPERIMENTS = {"corruptions": corruptions, "kills": kills, "faults": faults}
+EXPERIMENTS = {"corruptions": corruptions, "kills": kills, "plans": plans, "faults": faults}
 
 
 def counted(rows: Sequence[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], int]:

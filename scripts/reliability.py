@@ -75,6 +75,18 @@ def kills(rows: Rows) -> str:
     )
 
 
+def plans(rows: Rows) -> str:
+    """Return the part on kills of run, sweep, tune and compare."""
+    finished, twice = sum(row["finished"] for row in rows), sum(row["twice"] for row in rows)
+    return (
+        "The same for every kind of plan: a study that takes two of its four runs from another, a sweep, a tuning, and a "
+        "comparison of two studies; after the kill the same command is given again. "
+        f"{sum(row['killed'] for row in rows)} of {len(rows)} processes were killed. {finished} runs were finished "
+        f"when their process died; {twice} of them were trained again.\n\n"
+        + _table(rows, lambda row: row["kind"], "killed")
+    )
+
+
 def faults(rows: Rows) -> str:
     """Return the part on a system that refuses."""
     kinds = {
@@ -192,6 +204,7 @@ def adversary(rows: Rows) -> str:
 SECTIONS = (
     ("Damaged files", "reliability/corruptions", corruptions),
     ("Kills", "reliability/kills", kills),
+    ("Kills of every kind of plan", "reliability/plans", plans),
     ("Faults of the system", "reliability/faults", faults),
     ("Combinations that nobody chose", "reliability/adversary", adversary),
     ("Faults in the code", "reliability/mutants", mutants),

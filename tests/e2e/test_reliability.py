@@ -51,6 +51,16 @@ def test_a_run_that_was_killed_at_any_moment_goes_on_to_the_same_bytes():
     assert {row["writing"] for row in rows} == {True, False}
 
 
+@pytest.mark.full
+def test_every_plan_that_was_killed_ends_in_the_same_bytes_and_does_no_run_twice():
+    rows = reliability.plans(12, seed=104)
+    assert {row["kind"] for row in rows} == {*reliability.PLANS}
+    assert all(row["killed"] for row in rows)
+    assert {row["outcome"] for row in rows} <= {"right", "right, and said"}
+    assert sum(row["finished"] for row in rows) > 4 * 12, "four are there before"
+    assert not any(row["twice"] for row in rows)
+
+
 @pytest.mark.slow
 def test_a_full_or_failing_disk_and_the_end_of_memory_are_one_line_and_lose_nothing():
     rows = reliability.faults(8, seed=103)
