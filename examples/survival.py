@@ -16,7 +16,7 @@ y = torch.stack([torch.minimum(time, limit), (time <= limit).float()], 1)  # a t
 # Coterie
 federation = coterie.from_arrays(x, y, clients=clients)
 settings = coterie.Settings(
-    rounds=10, loss="cox", metrics=["concordance"], local=coterie.LocalTraining(batch_size=32, lr=0.01)
+    rounds=10, loss="cox", metrics=["concordance"], local=coterie.LocalTraining(batch_size=32, lr=0.1)
 )
 run = coterie.simulate(federation, coterie.METHODS["fedavg"](), model=nn.Linear(8, 1), settings=settings)
 print(run)

@@ -10,19 +10,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 
-from coterie._util.files import prepare_folder, replace_atomically, resolve_path, write_atomically
+from coterie._util import manifest
+from coterie._util.files import prepare_folder, resolve_path, write_atomically
 from coterie.data.build import build_federation
 from coterie.errors import ConfigError, TransportError
 from coterie.functional.metrics import ACCURACY
 from coterie.net import head, local, nodefile
 from coterie.net.roster import Member, Roster
-from coterie.results import summary
+from coterie.results import stored_runs, summary
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
 from coterie.studies.run import run_study
@@ -249,7 +251,7 @@ def join_results(
     sources = [folder / "nodes" / name / study.name / run for name in names]
     target = folder / "runs" / study.name / label / f"seed-{study.seeds[0]}"
     prepare_folder(target)
-    tables = {}
+    tables, files = {}, dict[str, manifest.Content]()
     for name in ("metrics", "edges"):
         parts = [pd.read_parquet(source / f"{name}.parquet") for source in sources]
         # Category columns of several files have different categories: they are joined as text.
@@ -263,12 +265,11 @@ def join_results(
         kinds = {
             c: "category" for c in ("split", "model", "metric", "purpose") if c in tables[name]
         }
-        with replace_atomically(target / f"{name}.parquet") as temporary:
-            tables[name].astype(kinds).to_parquet(temporary, index=False)
-    for file in ("provenance.json",):
-        write_atomically(target / file, (sources[0] / file).read_bytes())
+        files[f"{name}.parquet"] = partial(tables[name].astype(kinds).to_parquet, index=False)
     named = replace(study, methods=(replace(study.methods[0], label=label),))
-    write_atomically(target / "config.toml", config.format_study(named).encode())
+    files[stored_runs.CONFIG] = config.format_study(named).encode()
+    files["provenance.json"] = (sources[0] / "provenance.json").read_bytes()
+    manifest.replace_files(target, files)
     return tables
 
 
@@ -366,8 +367,7 @@ def compare_with_simulation(
     join_results(folder, study, names, "nodes")
     both = tuple(replace(study.methods[0], label=label) for label in ("nodes", "simulated"))
     top = folder / "runs" / study.name
-    write_atomically(
-        top / "config.toml", config.format_study(replace(study, methods=both)).encode()
-    )
+    written = config.format_study(replace(study, methods=both)).encode()
+    manifest.replace_files(top, {stored_runs.CONFIG: written})
     summary.write_summary(top)
     return top
