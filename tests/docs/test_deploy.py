@@ -3,7 +3,9 @@
 import configparser
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -127,7 +129,8 @@ def test_the_compose_file_starts_a_node_that_comes_back_may_do_little_and_instal
     (node,) = document["services"].values()
     assert node.keys() == {
         "build", "image", "pull_policy", "user", "working_dir", "environment", "volumes", "network_mode", "restart",
-        "stop_grace_period", "security_opt", "cap_drop",
+        "stop_grace_period", "healthcheck", "mem_limit", "pids_limit", "logging", "read_only", "tmpfs", "security_opt",
+        "cap_drop",
     }  # fmt: skip
     assert node["build"] == {
         "context": ".", "dockerfile": "Containerfile", "args": {"TORCH_INDEX": "${TORCH_INDEX:-}"}
@@ -138,6 +141,91 @@ def test_the_compose_file_starts_a_node_that_comes_back_may_do_little_and_instal
     assert all(isinstance(value, str) for value in node["environment"].values())
     assert node["restart"] == "on-failure"
     assert node["cap_drop"] == ["ALL"]
+    assert node["read_only"]
+    assert node["tmpfs"] == ["/tmp"]
+    assert node["logging"]["options"].keys() == {"max-size", "max-file"}
+
+
+def test_the_compose_file_is_one_by_the_schema_of_its_format():
+    checker = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    ended = subprocess.run(
+        [*checker, DOCS / "deploy/compose.yaml"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout
+
+
+@pytest.fixture
+def objects() -> dict[str, dict]:
+    """The objects of the Kubernetes manifest, by kind."""
+    yaml = pytest.importorskip("yaml")
+    return {
+        one["kind"]: one
+        for one in yaml.safe_load_all((DOCS / "deploy/kubernetes.yaml").read_text())
+    }
+
+
+def test_the_kubernetes_manifest_has_objects_that_a_cluster_takes(objects):
+    validate = pytest.importorskip("kubernetes_validate")
+    assert objects.keys() == {"Service", "StatefulSet"}
+    for version in ("1.31", "1.37"):
+        for one in objects.values():
+            validate.validate(one, version, strict=True)
+
+
+def test_the_pod_keeps_the_key_to_itself_and_runs_once(objects):
+    """The key is copied with a mode that a node takes, to memory; all that is mounted is there."""
+    spec = objects["StatefulSet"]["spec"]
+    assert spec["replicas"] == 1
+    pod = spec["template"]["spec"]
+    (copy,), (node,) = pod["initContainers"], pod["containers"]
+    assert "install -m 0600 /secret/*.key" in copy["command"][-1]
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    assert volumes["work"]["emptyDir"]["medium"] == "Memory"
+    claims = {one["metadata"]["name"] for one in spec["volumeClaimTemplates"]}
+    for container in (copy, node):
+        assert {one["name"] for one in container["volumeMounts"]} <= volumes.keys() | claims
+        assert container["image"] == f"coterie-node:{PROJECT['version']}"
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert container["resources"]["limits"]["memory"]
+    assert {"startupProbe", "livenessProbe", "readinessProbe"} <= node.keys()
+    labels = spec["template"]["metadata"]["labels"]
+    assert objects["Service"]["spec"]["selector"] == spec["selector"]["matchLabels"] == labels
+
+
+def test_the_probes_ask_what_a_node_serves(objects):
+    """The same question in both files, answered by the metrics of a node on that port alone."""
+    yaml = pytest.importorskip("yaml")
+    pod = objects["StatefulSet"]["spec"]["template"]["spec"]["containers"][0]
+    compose = yaml.safe_load((DOCS / "deploy/compose.yaml").read_text())["services"]["node"]
+    probes = [
+        pod[f"{name}Probe"]["exec"]["command"] for name in ("startup", "liveness", "readiness")
+    ]
+    probes.append(compose["healthcheck"]["test"][1:])
+    assert all(one == probes[0] for one in probes)
+    assert "http://127.0.0.1:9464/metrics" in probes[0][-1]
+    shown = next(text for text in blocks("toml") if "metrics_port" in text)
+    assert tomllib.loads(shown)["metrics_port"] == 9464
+
+
+def test_the_unit_gives_a_node_little_of_the_machine():
+    """By systemd's own measure of 0 to 10."""
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("systemd-analyze is not installed")
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=30", "--no-pager"]
+    ended = subprocess.run(
+        [*command, DOCS / "deploy/coterie-node.service"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout
+    rated = re.search(r"exposure level for coterie-node.service: (\d\.\d)", ended.stdout)
+    assert rated
+    assert f"rates its exposure {rated[1]} of 10" in GUIDE
 
 
 def instructions() -> list[tuple[str, str]]:
