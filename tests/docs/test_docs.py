@@ -287,12 +287,6 @@ def test_the_json_of_a_page_is_json(path):
         assert json.loads(block.text)
 
 
-def test_the_service_in_the_guide_is_the_file_beside_it():
-    (block,) = blocks(DOCS / "how-to/deploy-in-three-hospitals.md", "ini")
-    _, _, unit = (DOCS / "how-to/deploy/coterie-node.service").read_text().partition("\n")
-    assert block.text == unit
-
-
 def test_every_block_of_code_is_of_a_kind_that_is_tested():
     """A block without a language, or of another one, would be a promise that nobody keeps."""
     found = {(title(path), block.language) for path in PAGES for block in blocks(path)}
