@@ -23,11 +23,14 @@ from coterie.data.datasets import call_dataset_function, load_dataset
 from coterie.data.federation import PADDING, TRAIN, VALIDATION, Federation, TestSet, Truth
 from coterie.data.plan import Client, Clients, SampleRecipe, Shift, apply_shift
 from coterie.data.preparation import FittedPreparation
+from coterie.data.rows import ClientRows, StoredRows
 from coterie.data.shifts import Domain, Natural, parse_shift, shift_to_table
 from coterie.data.source import Constants, Samples, Source
 from coterie.data.transforms import Transform, add_noise
 from coterie.errors import ConfigError, DataError, require
 from coterie.rng import EVERYONE, Rng
+
+_MAX_PADDING = 32 << 20  # bytes of padding, as much as the block of clients in training takes
 
 Fraction = Annotated[float, Ge(0), Lt(1)]
 T = TypeVar("T")
@@ -467,10 +470,13 @@ def assemble_federation(
         tests, test_of = maker.make_matching(drawn, test_samples, test_fraction)
     # Rows are padded to the largest client.
     width, first = max(map(len, kept)), sources[0].train
-    x = torch.zeros((len(clients), width, *form.features), dtype=form.dtype)
     y = torch.zeros((len(clients), width, *first.y.shape[1:]), dtype=first.y.dtype)
     split_of = np.full((len(clients), width), PADDING)
     plain = len(sources) == 1 and not fitted and all(map(form.keeps_samples, clients))
+    # Samples of one table whose type stays can be read from it whenever they are needed.
+    reads = len(sources) == 1 and not fitted and form.keeps_type
+    reads = reads and (isinstance(first.x, StoredRows) or _is_padding_large(first.x, kept))
+    x = torch.zeros((len(clients), 0 if reads else width, *form.features), dtype=form.dtype)
 
     def make_stream(purpose: str, row: int) -> Callable[[], np.random.Generator]:
         return lambda: rng.generator(purpose, row)
@@ -481,8 +487,11 @@ def assemble_federation(
     for row, (client, own, (train, _, _)) in enumerate(zip(clients, kept, cuts, strict=True)):
         samples = sources[client.recipe.source].train
         if not plain:
-            own_x = form.make_inputs(samples, own, client.recipe, make_stream("data.noise", row))
-            x[row, : len(own)] = fitted[row](own_x) if fitted else own_x
+            if not reads:
+                own_x = form.make_inputs(
+                    samples, own, client.recipe, make_stream("data.noise", row)
+                )
+                x[row, : len(own)] = fitted[row](own_x) if fitted else own_x
             y[row, : len(own)] = form.make_targets(
                 samples, own, client.recipe, make_stream("data.targets", row)
             )
@@ -493,13 +502,17 @@ def assemble_federation(
         # Samples that stay as they are, and of one dataset, are copied at once.
         used = torch.from_numpy(split_of >= 0)
         rows = torch.from_numpy(np.concatenate(kept))
-        x[used], y[used] = first.x[rows], first.y[rows]
+        y[used] = first.y[rows]
+        if not reads:
+            x[used] = first.x[rows]
+    recipes = [client.recipe for client in clients]
+    inputs = form.read_when_needed(first, numbers_of, recipes) if reads else x
     classes = [client.recipe.offset + sources[client.recipe.source].classes for client in clients]
     # Other inputs are normalized already, or not at all.
     mean, std = form.constants[0] if form.dtype == torch.uint8 else ((), ())
     noise = torch.tensor([client.noise_per_access for client in clients], dtype=torch.float64)
     return Federation(
-        x=x,
+        x=inputs,
         y=y,
         split=torch.from_numpy(split_of),
         tests=tests,
@@ -522,6 +535,13 @@ def assemble_federation(
         targets=_shared_value([source.targets for source in sources]),
         notes=_shared_value([source.notes for source in sources]),
     ).validate()
+
+
+def _is_padding_large(x: Tensor, kept: Sequence[Rows]) -> bool:
+    """Return whether padded rows would take much more memory than the samples in them."""
+    sizes = [len(own) for own in kept]
+    padded, used = len(sizes) * max(sizes), sum(sizes)
+    return padded > 2 * used and (padded - used) * x[:1].nbytes > _MAX_PADDING
 
 
 def _shared_value(values: Sequence[tuple[T, ...]]) -> tuple[T, ...]:
@@ -733,8 +753,7 @@ class SampleLayout:
     ) -> Shaped[Tensor, "samples *features"]:
         """Return the transformed inputs of some samples."""
         x = samples.x[torch.from_numpy(rows)]
-        for transform in recipe.transforms:
-            x = _apply_transform(transform, x)
+        x = _Transforms(recipe.transforms)(x)
         # Images stay bytes and are normalized batch by batch, unless the layout says float16.
         if x.dtype == self.dtype or x.dtype != torch.uint8:
             return x
@@ -746,6 +765,25 @@ class SampleLayout:
             x = (x - torch.tensor(mean).reshape(shape)) / torch.tensor(std).reshape(shape)
         fixed = recipe.noise > 0 and not recipe.redrawn
         return (add_noise(x, recipe.noise, make_generator()) if fixed else x).to(self.dtype)
+
+    def read_when_needed(
+        self, samples: Samples, rows: Int[np.ndarray, "*samples"], recipes: Sequence[SampleRecipe]
+    ) -> ClientRows:
+        """Return the inputs that `make_inputs` makes, of which none is read now.
+
+        Args:
+            samples: the table.
+            rows: of the table; -1 for padding.
+            recipes: the changes of each entry of the first axis.
+        """
+        changes = [_Transforms(recipe.transforms) for recipe in recipes]
+        distinct = [change for change in dict.fromkeys(changes) if change.transforms]
+        change_of = None
+        if distinct:
+            number = [distinct.index(c) if c.transforms else -1 for c in changes]
+            shape = (-1, *(1 for _ in rows.shape[1:]))
+            change_of = torch.tensor(number).reshape(shape).expand(rows.shape)
+        return ClientRows(samples.x, torch.from_numpy(rows), tuple(distinct), change_of)
 
     def make_targets(
         self,
@@ -769,6 +807,18 @@ class SampleLayout:
             # Swaps are of the dataset's labels: the offset comes last.
             y = torch.tensor(recipe.relabel)[y]
         return y + recipe.offset if recipe.offset else y
+
+
+@dataclass(frozen=True)
+class _Transforms:
+    """Transforms one after another."""
+
+    transforms: tuple[Transform, ...]
+
+    def __call__(self, x: Shaped[Tensor, "samples *features"]) -> Tensor:
+        for transform in self.transforms:
+            x = _apply_transform(transform, x)
+        return x
 
 
 def _apply_transform(
@@ -955,10 +1005,13 @@ class _TestSetMaker:
     def _make_test_set(
         self, samples: Samples, rows: Rows, recipe: SampleRecipe, name: str, place: int
     ) -> TestSet:
-        x = self.form.make_inputs(
-            samples, rows, recipe, lambda: self.rng.generator("data.test.noise", place)
-        )
-        x = self.fitted[place](x) if self.fitted else x
+        if isinstance(samples.x, StoredRows) and self.form.keeps_type and not self.fitted:
+            x = self.form.read_when_needed(samples, rows, [recipe] * len(rows))
+        else:
+            x = self.form.make_inputs(
+                samples, rows, recipe, lambda: self.rng.generator("data.test.noise", place)
+            )
+            x = self.fitted[place](x) if self.fitted else x
         y = self.form.make_targets(
             samples, rows, recipe, lambda: self.rng.generator("data.test.targets", place)
         )

@@ -2,17 +2,21 @@
 
 A federation is plain tensors. Clients are rows, padded to the largest client, so that a whole
 population is one array; images stay uint8 and are normalized batch by batch. Test sets are stored
-once and referred to by index.
+once and referred to by index. Inputs on disk, and those of clients of very unequal size, are rows
+of a table instead (`data.rows`).
 """
 
 import hashlib
+import itertools
 import json
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int, Shaped
 from safetensors.torch import load_file, save_file
@@ -21,7 +25,9 @@ from torch import Tensor
 from coterie._util.facts import Described, format_range
 from coterie._util.files import prepare_file, replace_atomically
 from coterie._util.names import format_client, format_clients, shorten_text
+from coterie._util.tensors import index_optional
 from coterie.data.preparation import FittedPreparation, TableColumn, stack_fitted, unstack_fitted
+from coterie.data.rows import ClientRows, Inputs, read_inputs
 from coterie.data.source import InputPart, all_finite, describe_parts
 from coterie.errors import DataError
 
@@ -46,23 +52,45 @@ def parse_columns(stored: Sequence[Sequence[Any]]) -> tuple[TableColumn, ...]:
     )
 
 
-def compute_checksum(values: Shaped[Tensor, "..."]) -> bytes:
+def compute_checksum(values: Inputs) -> bytes:
     """Return a checksum of the bytes of a tensor: 32 bits for each megabyte."""
     # A checksum per piece is computed at memory speed, and shows where two tensors differ.
-    data = values.contiguous().flatten().view(torch.uint8).numpy().data
-    return b"".join(
-        zlib.crc32(data[at : at + _PIECE]).to_bytes(4, "big") for at in range(0, len(data), _PIECE)
-    )
+    return b"".join(zlib.crc32(piece).to_bytes(4, "big") for piece in _iterate_bytes(values))
+
+
+def _iterate_bytes(values: Inputs) -> Iterator[bytes | memoryview]:
+    """Return the bytes of a tensor, or of what stands for it, in pieces of equal size."""
+    if isinstance(values, Tensor):
+        data = values.contiguous().flatten().view(torch.uint8).numpy().data
+        yield from (data[at : at + _PIECE] for at in range(0, len(data), _PIECE))
+        return
+    flat = values.flatten(0, values.index.ndim - 1) if values.index.ndim > 1 else values
+    size = math.prod(flat.shape[1:]) * flat.dtype.itemsize
+    used, most = (flat.index >= 0).numpy(), max(1, 16 * _PIECE // max(1, size))
+    rest, zeros = b"", bytes(_PIECE)
+    # Ranges of samples, and of padding, in turn.
+    ends = [*(np.flatnonzero(np.diff(used)) + 1).tolist(), len(used)]
+    for start, stop in itertools.pairwise([0, *ends]):
+        for first in range(start, stop, most):
+            last = min(first + most, stop)
+            if used[first]:
+                found = flat[first:last].read().flatten().view(torch.uint8).numpy().tobytes()
+                rest += found
+            # Padding is most of what clients of unequal size have: pieces of it are not made.
+            padding = 0 if used[first] else (last - first) * size
+            joined = min(padding, -len(rest) % _PIECE)
+            rest, padding = rest + zeros[:joined], padding - joined
+            whole = len(rest) // _PIECE * _PIECE
+            yield from (rest[at : at + _PIECE] for at in range(0, whole, _PIECE))
+            yield from (zeros for _ in range(padding // _PIECE))
+            rest = rest[whole:] + zeros[: padding % _PIECE]
+    if rest:
+        yield rest
 
 
 def _select(values: tuple[T, ...], rows: Int[Tensor, " chosen"]) -> tuple[T, ...]:
     """Return the values of some rows; none where there are none."""
     return tuple(values[row] for row in rows.tolist()) if values else ()
-
-
-def _select_rows(values: Tensor | None, rows: Int[Tensor, " chosen"]) -> Tensor | None:
-    """Return some rows of a tensor; None where there is none."""
-    return None if values is None else values[rows]
 
 
 @dataclass(frozen=True)
@@ -91,7 +119,7 @@ class TestSet:
         noise: standard deviation of the noise on prepared inputs, drawn again at every access.
     """
 
-    x: Shaped[Tensor, "samples *features"]
+    x: Shaped[Tensor, "samples *features"] | ClientRows
     y: Shaped[Tensor, "samples *targets"]
     name: str
     noise: float = 0.0
@@ -106,7 +134,7 @@ class Federation(Described):
     Args:
         x: inputs of every client, padded to the largest client. uint8 images are scaled to [0, 1]
             and normalized with `mean` and `std` per batch; floats are used as they are (float16 is
-            widened), and integers kept.
+            widened), and integers kept. `ClientRows` where they are read when they are needed.
         y: integers (one class a sample, or several integers), or float targets, of any shape.
         split: -1 padding, 0 train, 1 validation.
         tests: the test sets.
@@ -135,7 +163,7 @@ class Federation(Described):
         notes: how its file was read, where that is not the usual way.
     """
 
-    x: Shaped[Tensor, "clients samples *features"]
+    x: Shaped[Tensor, "clients samples *features"] | ClientRows
     y: Shaped[Tensor, "clients samples *targets"]
     split: Int[Tensor, "clients samples"]
     tests: tuple[TestSet, ...]
@@ -213,7 +241,7 @@ class Federation(Described):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all inputs and targets, including the test sets."""
+        """Bytes of all inputs and targets in memory, including the test sets."""
         clients = self.x.nbytes + self.y.nbytes + self.split.nbytes
         return clients + sum(test.x.nbytes + test.y.nbytes for test in self.tests)
 
@@ -248,8 +276,8 @@ class Federation(Described):
             split=self.split[rows],
             test_of=self.test_of[rows],
             ids=self.ids[rows],
-            origin=_select_rows(self.origin, rows),
-            noise=_select_rows(self.noise, rows),
+            origin=index_optional(self.origin, rows),
+            noise=index_optional(self.noise, rows),
             client_names=_select(self.client_names, rows),
             fitted=_select(self.fitted, rows),
             truth=None,
@@ -354,8 +382,10 @@ class Federation(Described):
         """
         self._check_names()
         # The search for the first one is slower: it runs only when there is one.
-        if self.x.is_floating_point() and not all_finite(self.x):
-            bad = int((~torch.isfinite(self.x)).reshape(len(self), -1).any(1).nonzero()[0])
+        # A table was checked when it was read, and would have to be read again.
+        x = self.x if isinstance(self.x, Tensor) else self.y.new_zeros(len(self), 0)
+        if x.is_floating_point() and not all_finite(x):
+            bad = int((~torch.isfinite(x)).reshape(len(self), -1).any(1).nonzero()[0])
             raise DataError(
                 f"the inputs of {self._describe_client(bad)} contain NaN or infinity; fill or drop "
                 "them"
@@ -426,7 +456,7 @@ class Federation(Described):
     def save(self, path: str | Path) -> None:
         """Write the federation to one safetensors file, atomically."""
         tensors = {
-            "x": self.x,
+            "x": read_inputs(self.x),
             "y": self.y,
             "split": self.split,
             "test_of": self.test_of,
@@ -440,7 +470,7 @@ class Federation(Described):
             tensors["truth.cluster"] = self.truth.cluster
         tensors |= stack_fitted(self.fitted)
         for i, test in enumerate(self.tests):
-            tensors |= {f"tests.{i}.x": test.x, f"tests.{i}.y": test.y}
+            tensors |= {f"tests.{i}.x": read_inputs(test.x), f"tests.{i}.y": test.y}
         truth = None
         if self.truth is not None:
             truth = {"names": self.truth.names, "shift": self.truth.shift}

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from coterie.data.rows import StoredRows, iterate_pieces
 from coterie.errors import DataError
 
 LARGEST = 1 << 24
@@ -152,7 +153,7 @@ def _doubt_ids(x: Tensor, name: str, columns: tuple[str, ...]) -> str:
 
 
 def warn_about_shared_samples(
-    train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], name: str
+    train: tuple[Tensor | StoredRows, Tensor], test: tuple[Tensor | StoredRows, Tensor], name: str
 ) -> None:
     """Warn where more test samples are training samples than chance explains.
 
@@ -177,11 +178,15 @@ def warn_about_shared_samples(
         )
 
 
-def _hash_rows(x: Tensor, y: Tensor) -> np.ndarray:
+def _hash_rows(x: Tensor | StoredRows, y: Tensor) -> np.ndarray:
     """Return a hash of each sample."""
-    flat = [one.reshape(len(one), -1).contiguous().numpy().view(np.uint8) for one in (x, y)]
-    rows = np.concatenate([one.reshape(len(one), -1) for one in flat], axis=1)
-    return np.array([hash(row.tobytes()) for row in rows])
+    found = []
+    for start, piece in iterate_pieces(x):
+        pair = piece, y[start : start + len(piece)]
+        flat = [one.reshape(len(one), -1).contiguous().numpy().view(np.uint8) for one in pair]
+        rows = np.concatenate([one.reshape(len(one), -1) for one in flat], axis=1)
+        found += [hash(row.tobytes()) for row in rows]
+    return np.array(found)
 
 
 def require_aligned(**given: Any) -> None:

@@ -6,6 +6,7 @@ tensors in one.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,10 @@ from coterie.data.guesses import (
     warn_about_shared_samples,
 )
 from coterie.data.preparation import Preparation, TableColumn
+from coterie.data.rows import StoredRows, is_stored, iterate_pieces
 from coterie.errors import ConfigError, DataError, require
+
+_SEEN = 1000  # rows of an array on disk by which its meaning is guessed
 
 Constants = tuple[tuple[float, ...], tuple[float, ...]]
 """Mean and standard deviation of each channel."""
@@ -84,12 +88,12 @@ class Samples:
     """Inputs, targets and further columns of samples.
 
     Args:
-        x: uint8 images, channels first, or numbers.
+        x: uint8 images, channels first, or numbers; in memory or on disk.
         y: integers (one class a sample, or several), or float targets.
         columns: further integers, such as the writer of each sample.
     """
 
-    x: Shaped[Tensor, "samples *features"]
+    x: Shaped[Tensor, "samples *features"] | StoredRows
     y: Shaped[Tensor, "samples *targets"]
     columns: Mapping[str, Int[Tensor, " samples"]] = field(default_factory=dict)
 
@@ -308,11 +312,14 @@ class Source:
         return self
 
     def _check_samples(self, samples: Samples, what: str) -> None:
-        given = samples.x
-        if self.preparation is None and given.is_floating_point() and not all_finite(given):
-            bad = (~torch.isfinite(given)).reshape(len(given), -1)
-            place = int(bad.any(1).nonzero()[0])
-            entry = int(bad[place].nonzero()[0])
+        # Bytes are all right; whole numbers of a disk are checked while they are converted.
+        pieces = () if samples.x.dtype == torch.uint8 else iterate_pieces(samples.x)
+        for first, piece in pieces:
+            if self.preparation or not piece.is_floating_point() or all_finite(piece):
+                continue
+            bad = (~torch.isfinite(piece)).reshape(len(piece), -1)
+            row = int(bad.any(1).nonzero()[0])
+            place, entry = first + row, int(bad[row].nonzero()[0])
             column = f" in {self.feature_names[entry]!r}" if self.feature_names else ""
             where = self._locate_sample(samples, place)
             raise DataError(
@@ -352,13 +359,17 @@ class Source:
         )
 
 
-def _compute_moments(x: Shaped[Tensor, "samples *features"]) -> Constants:
+def _compute_moments(x: Shaped[Tensor, "samples *features"] | StoredRows) -> Constants:
     """Compute mean and deviation of each channel of uint8 images scaled to [0, 1]."""
     # From a histogram: exact, and without a float copy of all images.
     values = torch.arange(256, dtype=torch.float64) / 255
+    counts = torch.zeros(x.shape[1], 256, dtype=torch.int64)
+    for _, piece in iterate_pieces(x):
+        for channel, own in enumerate(counts):
+            own += torch.bincount(piece[:, channel].flatten(), minlength=256)
     mean, std = [], []
-    for channel in range(x.shape[1]):
-        weight = torch.bincount(x[:, channel].flatten(), minlength=256).to(torch.float64)
+    for own in counts:
+        weight = own.to(torch.float64)
         weight = weight / weight.sum()
         center = float((weight * values).sum())
         # Four digits, as the constants of papers have.
@@ -374,7 +385,8 @@ def make_samples(
 
     Args:
         x: uint8 images ([samples, height, width] or [samples, channels, height, width]) or numbers
-            of any shape. Integers become int32, float16 stays, other floats become float32.
+            of any shape. Integers become int32, float16 stays, other floats become float32. A large
+            array on disk stays there; see `data.rows`.
         y: integers, one class a sample or several, or float targets, of any shape.
         classes: 0 where a target is not one class; None to infer it from y: one integer a sample is
             a class.
@@ -383,7 +395,7 @@ def make_samples(
     Raises:
         DataError: when the arrays cannot be used.
     """
-    x, y = _convert_input(x, "x"), _to_tensor(y, "y")
+    x, y = _open_input(x, "x"), _to_tensor(y, "y")
     if len(x) != len(y):
         raise DataError(
             f"there are {len(x)} inputs and {len(y)} targets; expected one target for each input"
@@ -430,6 +442,13 @@ def _convert_targets(
     return y.long()
 
 
+def _open_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"] | StoredRows:
+    """Convert one tensor of inputs; of a large array on disk, rows are converted when read."""
+    if isinstance(value, StoredRows) or not is_stored(value):
+        return value if isinstance(value, StoredRows) else _convert_input(value, name)
+    return StoredRows.open(value, partial(_convert_input, name=name))
+
+
 def _convert_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]:
     """Convert one tensor of inputs to the type in which it is stored."""
     x = _to_tensor(value, name)
@@ -470,7 +489,9 @@ def _warn_about_parts(x: Any) -> None:
     columns = column_names(x)
     for name, value in ({f"x[{k!r}]": v for k, v in _name_parts(x).items()} or {"x": x}).items():
         kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
-        warn_about_inputs(_to_tensor(value, name), name, kind, columns)
+        # The first rows show what an array on disk is.
+        seen = value[:_SEEN] if is_stored(value) else value
+        warn_about_inputs(_to_tensor(seen, name), name, kind, columns)
 
 
 def _convert_inputs(

@@ -6,6 +6,7 @@ and `measure_pairs` use `compute_gradients` and `forward`; an engine may impleme
 instead.
 """
 
+import math
 import traceback
 import warnings
 from abc import ABC, abstractmethod
@@ -186,32 +187,29 @@ class Engine(ABC):
         optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.steps_taken)
         losses = rows.new_full(work.batch_sizes.shape, torch.nan)
         rates = work.rates_on(rows.device)
-        for step in range(work.num_steps):
-            for size, members in work.group_by_size(step):
-                # Members are distinct and in ascending order: as many as there are rows are all
-                # rows, which are then trained in place, without copies.
-                whole = len(members) == len(rows)
-                part, state = rows, optimizer
-                if not whole:
-                    part, state = rows[members], optimizer.select_rows(members)
-                loss, grads, buffers = self.compute_gradients(
-                    part, *work.gather_batch(members, step, size)
-                )
-                # The gradient of mu / 2 * ||w - anchor||^2 is mu * (w - anchor), on trained
-                # parameters only.
-                if work.anchor is not None and work.prox:
-                    away = part[:, :trainable] - work.anchor[members, :trainable]
-                    grads = grads.add_(away, alpha=work.prox)
-                rate = index_optional(rates, (members, step, None))
-                state.step(part[:, :trainable], grads, step + 1, rate)
-                # The optimizer does not move running statistics: the forward pass has made the new
-                # ones.
-                if self.layout.size > trainable:
-                    part[:, trainable:] = buffers
-                losses[members, step] = loss.to(losses)
-                if not whole:
-                    rows[members] = part
-                    optimizer.store_rows(members, state)
+        for step, members, batch in work.iterate_steps():
+            # Members are distinct and in ascending order: as many as there are rows are all rows,
+            # which are then trained in place, without copies.
+            whole = len(members) == len(rows)
+            part, state = rows, optimizer
+            if not whole:
+                part, state = rows[members], optimizer.select_rows(members)
+            loss, grads, buffers = self.compute_gradients(part, *batch)
+            # The gradient of mu / 2 * ||w - anchor||^2 is mu * (w - anchor), on trained parameters
+            # only.
+            if work.anchor is not None and work.prox:
+                away = part[:, :trainable] - work.anchor[members, :trainable]
+                grads = grads.add_(away, alpha=work.prox)
+            rate = index_optional(rates, (members, step, None))
+            state.step(part[:, :trainable], grads, step + 1, rate)
+            # The optimizer does not move running statistics: the forward pass has made the new
+            # ones.
+            if self.layout.size > trainable:
+                part[:, trainable:] = buffers
+            losses[members, step] = loss.to(losses)
+            if not whole:
+                rows[members] = part
+                optimizer.store_rows(members, state)
         return losses
 
     def _train_block_privately(
@@ -348,11 +346,10 @@ class Engine(ABC):
         who = order.to(table.device).split(repeats.tolist())
         for number, chosen in zip(found.tolist(), who, strict=True):
             everything = pairs.sample_indices[number, : int(pairs.set_sizes[number])]
-            for piece, places in enumerate(everything.split(size)):
-                x, y = (
-                    pairs.prepare_inputs(pairs.sets[chosen[:1]], places[None]),
-                    pairs.samples.prepare_targets(places),
-                )
+            pieces = everything.split(size)
+            read = pairs.prepare_each(pairs.sets[chosen[:1]], [places[None] for places in pieces])
+            for piece, (places, x) in enumerate(zip(pieces, read, strict=True)):
+                y = pairs.samples.prepare_targets(places)
                 for part in chosen.split(min(block, most)):
                     models = pairs.models[part]
                     chosen_inputs = index_each(inputs, models)
@@ -386,11 +383,10 @@ class Engine(ABC):
                 models, sets = pairs.models[part], pairs.sets[part]
                 chosen = index_each(inputs, models)
                 pieces = pairs.sample_indices[sets, :number].split(size, dim=1)
-                for piece, places in enumerate(pieces):
+                read = pairs.prepare_each(sets, pieces)
+                for piece, (places, x) in enumerate(zip(pieces, read, strict=True)):
                     drawn = pairs.draw_inputs(sets, piece * size, len(part))
-                    outputs = self.forward(
-                        table[models], pairs.prepare_inputs(sets, places), {**chosen, **drawn}
-                    )
+                    outputs = self.forward(table[models], x, {**chosen, **drawn})
                     for name, value in self._sample_metrics(
                         outputs, pairs.samples.prepare_targets(places)
                     ).items():
@@ -398,7 +394,7 @@ class Engine(ABC):
 
     def _chunk_sizes(self, pairs: EvaluationPairs, table: Tensor) -> tuple[int, int]:
         """Return how many samples of a set, whatever the block, and models one call takes."""
-        entries = self._max_entries(table) // max(1, pairs.samples.x[0].numel())
+        entries = self._max_entries(table) // max(1, math.prod(pairs.samples.input_shape))
         # What a forward pass draws belongs to the samples of a call, which must then be as many in
         # every engine.
         piece = _SAMPLES_ONE_MODEL
@@ -476,9 +472,9 @@ class Engine(ABC):
                 models = pairs.models[part].to(table.device)
                 chosen = index_each(inputs, models)
                 found = []
-                for piece, some in enumerate(places.split(size)):
+                read = work.prepare_each(of, [some[None] for some in places.split(size)])
+                for piece, x in enumerate(read):
                     drawn = work.draw_inputs(of, piece * size, len(part))
-                    x = work.prepare_inputs(of, some[None])
                     found.append(self.forward(table[models], x, {**chosen, **drawn}))
                 yield number, part, torch.cat(found, 1)
 

@@ -1,7 +1,7 @@
 """The work of an engine: samples, local trainings, and pairs of a model and samples."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,8 +12,10 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from coterie._util.tensors import index_each, index_optional
-from coterie.data.source import is_images, normalize_images
+from coterie.data.rows import ClientRows, read_inputs
+from coterie.data.source import normalize_images
 from coterie.engine._augment import Augmentation, FunctionAugmentation
+from coterie.engine._read_ahead import read_ahead
 from coterie.engine.noise import InputNoise
 from coterie.engine.optim import LocalTraining
 from coterie.engine.privacy import PrivacyLedger, PrivateSteps
@@ -24,6 +26,7 @@ _GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of success
 _STEPS, _GATHERED = 64, 1 << 18
 _PREPARED = 1 << 25  # entries of batches that are augmented before a native program takes them
 _MAX_COMPARED_ENTRIES = 1 << 26  # entries of rows that a device compares at once
+_READ_BYTES = 8 << 20  # of several batches, which are read from a disk at once
 
 Batch = tuple[Tensor, Tensor, Mapping[str, Tensor]]
 """Inputs, targets, and values of the input buffers and of `KEY` of some members of a block."""
@@ -35,14 +38,15 @@ class RawSamples:
 
     Args:
         x: the inputs. uint8 images are scaled to [0, 1] and normalized; other integers become equal
-            numbers of `dtype`.
+            numbers of `dtype`. On a CPU or on disk when they are rows of a table, wherever the
+            targets are.
         y: the targets: integers, or numbers.
         dtype: floating-point type of models and inputs.
         mean: per channel, for uint8 images; empty for "do not normalize".
         std: per channel.
     """
 
-    x: Shaped[Tensor, "samples *input_shape"]
+    x: Shaped[Tensor, "samples *input_shape"] | ClientRows
     y: Shaped[Tensor, "samples *prepare_targets"]
     dtype: torch.dtype
     mean: tuple[float, ...] = ()
@@ -53,8 +57,8 @@ class RawSamples:
 
     @property
     def device(self) -> torch.device:
-        """Where they are stored, and prepared."""
-        return self.x.device
+        """Where targets are stored, and inputs are prepared."""
+        return self.y.device
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -64,11 +68,59 @@ class RawSamples:
     @property
     def is_images(self) -> bool:
         """Whether the inputs are images of bytes."""
-        return is_images(self.x[0])
+        return self.x.dtype == torch.uint8 and self.x.ndim == 4
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether inputs are read from a disk."""
+        return isinstance(self.x, ClientRows) and self.x.is_on_disk
 
     def prepare_inputs(self, places: Int[Tensor, "..."]) -> Float[Tensor, "..."]:
         """Return samples as engines take them: as numbers, images scaled and normalized."""
-        x = self.x[places.to(self.device)]
+        return self._to_numbers(self._read(places))
+
+    def prepare_each(self, places: Iterable[Int[Tensor, "..."]]) -> Iterator[Float[Tensor, "..."]]:
+        """Return samples as engines take them, batch by batch.
+
+        Args:
+            places: of each batch; the next ones are read while the engine has this one, where that
+                waits for a disk.
+        """
+        if not self.is_on_disk:
+            yield from map(self.prepare_inputs, places)
+            return
+        for group in read_ahead(map(self._read_together, self._group_batches(places))):
+            yield from map(self._to_numbers, group)
+
+    def _group_batches(self, places: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+        """Return batches in groups which are read at once: a chunk of a disk serves several."""
+        size = max(1, math.prod(self.input_shape) * self.x.dtype.itemsize)
+        group, held = [], 0
+        for own in places:
+            group.append(own)
+            held += own.numel() * size
+            if held >= _READ_BYTES:
+                yield group
+                group, held = [], 0
+        if group:
+            yield group
+
+    def _read_together(self, places: Sequence[Tensor]) -> list[Tensor]:
+        joined = torch.cat([own.flatten().cpu() for own in places])
+        found = read_inputs(self.x[joined]).split([own.numel() for own in places])
+        # Each in memory of its own, as without a disk: rounding depends on where a batch begins.
+        return [
+            x.reshape(*own.shape, *x.shape[1:]).clone().to(self.device)
+            for x, own in zip(found, places, strict=True)
+        ]
+
+    def _read(self, places: Int[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+        """Return samples as they are stored, on the device."""
+        if isinstance(self.x, ClientRows):
+            return self.x[places.cpu()].read().to(self.device)
+        return self.x[places.to(self.device)]
+
+    def _to_numbers(self, x: Shaped[Tensor, "..."]) -> Float[Tensor, "..."]:
         if not self.is_images:
             return x.to(self.dtype)
         return normalize_images(x, self.dtype, *(self._channel_stats if self.mean else ()))
@@ -244,13 +296,32 @@ class TrainingWork:
         )
         return work, owner, who
 
-    def gather_batch(self, members: Int[Tensor, " members"], step: int, size: int) -> Batch:
-        """Return the batches of some clients in a step."""
+    def iterate_steps(self) -> Iterator[tuple[int, Int[Tensor, " members"], Batch]]:
+        """Return each step, the clients that have batches of one size in it, and these batches."""
+        steps = [
+            (step, size, members)
+            for step in range(self.num_steps)
+            for size, members in self.group_by_size(step)
+        ]
+        read = self.samples.prepare_each(
+            self.sample_indices[members, step, :size] for step, size, members in steps
+        )
+        for (step, size, members), x in zip(steps, read, strict=True):
+            yield step, members, self.gather_batch(members, step, size, x)
+
+    def gather_batch(
+        self,
+        members: Int[Tensor, " members"],
+        step: int,
+        size: int,
+        x: Float[Tensor, "members samples *features"] | None = None,
+    ) -> Batch:
+        """Return the batches of some clients in a step; `x` are their inputs, read before."""
         places = self.sample_indices[members, step, :size]
         values = index_each(self.inputs, (members, step))
         if self.draw_keys is not None:
             values[KEY] = step_keys(self.draw_keys[members], step)
-        x = self.samples.prepare_inputs(places)
+        x = self.samples.prepare_inputs(places) if x is None else x
         if self.augment is not None:
             x = self.augment(x, members, step)
         if self.noise is not None:
@@ -296,6 +367,24 @@ class TrainingWork:
         one step.
         """
         member = torch.tensor([row], device=self.samples.device)
+        pieces = list(self._split_steps(row))
+        read = self.samples.prepare_each(self.sample_indices[row, steps, :n] for steps, n in pieces)
+        for (steps, size), x in zip(pieces, read, strict=True):
+            places = self.sample_indices[row, steps, :size]
+            y = self.samples.prepare_targets(places)
+            for number, step in enumerate(range(steps.start, steps.stop)):
+                values = index_each(self.inputs, (row, step))
+                if self.draw_keys is not None:
+                    values[KEY] = step_keys(self.draw_keys[member], step)[0]
+                own, at = x[number : number + 1], places[number : number + 1]
+                if self.augment is not None:
+                    own = self.augment(own, member, step)
+                if self.noise is not None:
+                    own = self.noise.add_to(own, member, step, at)
+                yield own[0], y[number], values
+
+    def _split_steps(self, row: int) -> Iterator[tuple[slice, int]]:
+        """Return ranges of a client's steps with batches of equal size, and that size."""
         lengths = [size for size in self.batch_sizes[row].tolist() if size]
         start = 0
         while start < len(lengths):
@@ -308,20 +397,8 @@ class TrainingWork:
             stop = start
             while stop < min(most, len(lengths)) and lengths[stop] == size:
                 stop += 1
-            steps = range(start, stop)
-            places = self.sample_indices[row, start : steps.stop, :size]
-            x, y = self.samples.prepare_inputs(places), self.samples.prepare_targets(places)
-            for number, step in enumerate(steps):
-                values = index_each(self.inputs, (row, step))
-                if self.draw_keys is not None:
-                    values[KEY] = step_keys(self.draw_keys[member], step)[0]
-                own, at = x[number : number + 1], places[number : number + 1]
-                if self.augment is not None:
-                    own = self.augment(own, member, step)
-                if self.noise is not None:
-                    own = self.noise.add_to(own, member, step, at)
-                yield own[0], y[number], values
-            start = steps.stop
+            yield slice(start, stop), size
+            start = stop
 
     def group_by_size(self, step: int) -> list[tuple[int, Int[Tensor, " members"]]]:
         """Group the clients that have a batch in a step by its size, so that no batch is padded."""
@@ -438,14 +515,14 @@ class EvaluationPairs:
             return {}
         return {KEY: splitmix(self.draw_keys[sets] + start).expand(models)}
 
-    def prepare_inputs(
-        self, sets: Int[Tensor, " members"], places: Int[Tensor, "members width"]
-    ) -> Float[Tensor, "members width *features"]:
-        """Return samples of some sets as the model takes them."""
-        x = self.samples.prepare_inputs(places)
-        if self.noise is not None:
-            x = self.noise.add_to(x, sets, 0, places)
-        return x
+    def prepare_each(
+        self, sets: Int[Tensor, " members"], pieces: Sequence[Int[Tensor, "members _width"]]
+    ) -> Iterator[Float[Tensor, "members _width *features"]]:
+        """Return samples of some sets as the model takes them, piece by piece."""
+        for x, places in zip(self.samples.prepare_each(pieces), pieces, strict=True):
+            if self.noise is not None:
+                x = self.noise.add_to(x, sets, 0, places)
+            yield x
 
 
 def first_equal_rows(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]:

@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from coterie.data.federation import SPLITS, Federation
+from coterie.data.rows import Inputs
 from coterie.engine._work import RawSamples
 from coterie.engine.noise import InputNoise
 from coterie.functional.losses import Loss, cast_targets
@@ -75,9 +76,10 @@ class ClientData:
             device: where they are stored.
         """
 
-        def to_samples(x: Tensor, y: Tensor) -> RawSamples:
+        def to_samples(x: Inputs, y: Tensor) -> RawSamples:
             targets = cast_targets(loss, y, dtype).to(device)
-            return RawSamples(x.to(device), targets, dtype, federation.mean, federation.std)
+            inputs = x.to(device) if isinstance(x, Tensor) else x
+            return RawSamples(inputs, targets, dtype, federation.mean, federation.std)
 
         return ClientData(
             federation=federation,

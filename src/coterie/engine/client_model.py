@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from coterie.data.federation import Federation
+from coterie.data.rows import read_inputs
 from coterie.data.source import is_images
 from coterie.engine._base import MODULE_ERRORS
 from coterie.engine.options import EngineOptions, InitMode, ModelSpec
@@ -184,7 +185,7 @@ def _find_input_conversion(
     numbers of `dtype` for others, such as a linear layer.
     """
     # Two samples are enough to try the module.
-    x = federation.x[0, :2]
+    x = read_inputs(federation.x[0, :2])
     if federation.parts or x.is_floating_point() or is_images(x[0]):
         return InputConversion(federation.parts)
     layout = Layout(module, dtype, InputConversion(whole=True), output)

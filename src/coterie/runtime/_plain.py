@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from coterie._util.importing import import_object
 from coterie.data.federation import Federation
+from coterie.data.rows import read_inputs
 from coterie.data.source import is_images
 from coterie.engine.optim import LocalTraining
 from coterie.engine.task import Task
@@ -102,7 +103,7 @@ class PlainModule:
 
     def _takes_whole_numbers(self, federation: Federation) -> bool:
         """Return whether the module takes whole numbers as they are, as an embedding does."""
-        x = federation.x[0, :2]
+        x = read_inputs(federation.x[0, :2])
         if federation.parts or x.is_floating_point() or is_images(x[0]):
             return False
         try:

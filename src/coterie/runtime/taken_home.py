@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.data.federation import Federation, TestSet
+from coterie.data.rows import read_inputs
 from coterie.engine.task import Task
 from coterie.errors import TranslationError
 from coterie.functional.metrics import LOSS
@@ -49,6 +50,10 @@ def check_models_home(models: Models, loop: Loop) -> dict[str, Any]:
         entries += test.x.numel()
         if not len(test.x) or (found["clients"] and entries > _ENTRIES):
             continue
+        if entries > _ENTRIES and not isinstance(test.x, Tensor):
+            line = f"test set {test.name}: too large to be read from the disk at once"
+            found["lines"] += [line] if line not in found["lines"] else []
+            continue
         client = spec.ids[row]
         given = spec.names[row] if spec.names else client
         values = {name: value for (one, name), value in reported.items() if one == client}
@@ -86,7 +91,9 @@ def _compare_scores(
     if types:
         single = types == {torch.float32} and plain.precision == "full"
         roundoff = torch.float32 if single else "bf16"
-    if plain.is_random(federation, plain.inputs(federation, test.x[:16]), training=False):
+    if plain.is_random(
+        federation, plain.inputs(federation, read_inputs(test.x[:16])), training=False
+    ):
         return "outputs are random in evaluation: scores at home are others"
     scores = _score(plain, federation, test)
     if not math.isfinite(scores[LOSS.name]) and not math.isfinite(reported.get(LOSS.name, 0.0)):
@@ -114,7 +121,7 @@ def _compare_scores(
 
 def _score(plain: PlainModule, federation: Federation, test: TestSet) -> dict[str, float]:
     """Return the loss and its metric over a test set."""
-    x, y = plain.inputs(federation, test.x), plain.targets(test.y)
+    x, y = plain.inputs(federation, read_inputs(test.x)), plain.targets(test.y)
     values = plain.evaluate(federation, x, y, pieces=256)
     names = {"evaluation loss": LOSS.name, "evaluation score": plain.loss.metric or ""}
     return {names[name]: float(value) for name, value in values.items() if name in names}

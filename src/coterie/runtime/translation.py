@@ -12,6 +12,7 @@ theirs is on one side alone. No draw comes from a stream of the run, and no stat
 """
 
 import copy
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from coterie.data.federation import SPLITS, TRAIN, Federation
+from coterie.data.rows import Inputs, read_inputs
 from coterie.engine.client_data import ClientData, RawSamples
 from coterie.engine.optim import GRADIENT_ONLY, LocalTraining, OptimizerState
 from coterie.engine.task import Task
@@ -131,7 +133,9 @@ def _compare(
     slow = _step_seconds(plain, sample) > _SLOW_STEP
     if slow:
         rows = rows[:1]
-        sample = _bare(sample, sample.x[:1, : _SAMPLES // 2], sample.y[:1, : _SAMPLES // 2])
+        sample = _bare(
+            sample, read_inputs(sample.x[:1, : _SAMPLES // 2]), sample.y[:1, : _SAMPLES // 2]
+        )
     ours = _OwnSide.build(task, sample, rng)
     first = task.select_clients(rows).initial_models(rng).detach()
     compared["weights"] = _compare_weights(plain, task.layout, first[0], lines)
@@ -142,7 +146,11 @@ def _compare(
 
 def _step_seconds(plain: PlainModule, sample: Federation) -> float:
     """Return about how long a plain step takes: the shorter of two, the first of which may load."""
-    x, y, found = plain.inputs(sample, sample.x[0]), plain.targets(sample.y[0]), float("inf")
+    x, y, found = (
+        plain.inputs(sample, read_inputs(sample.x)[0]),
+        plain.targets(sample.y[0]),
+        float("inf"),
+    )
     for _ in range(2):
         # Not the time of the clock, which other processes make longer.
         begun = time.process_time()
@@ -204,7 +212,7 @@ def _compare_counts(task: Task, federation: Federation) -> float:
 
 
 def _require_equal(
-    samples: RawSamples, used: Tensor, x: Tensor, y: Tensor, owner: Tensor,
+    samples: RawSamples, used: Tensor, x: Inputs, y: Tensor, owner: Tensor,
     name: Callable[[int], str], where: str,
 ) -> None:  # fmt: skip
     """Compare samples that are used with those of the data, one by one."""
@@ -228,12 +236,17 @@ def _require_equal(
             "federation "
             "again from the data"
         )
-    few = slice(max(1, _MAX_INPUTS // max(1, x[:1].numel())))
-    if len(used) and not torch.equal(samples.x[used[few].to(samples.device)].cpu(), x[few]):
+    few = slice(max(1, _MAX_INPUTS // max(1, math.prod(x.shape[1:]))))
+    if len(used) and not _equal_inputs(samples, used[few], x[few]):
         raise TranslationError(
             f"inputs of {name(int(owner[0]))} or later clients, {where}: they are not the "
             "data's own; make the federation again from the data"
         )
+
+
+def _equal_inputs(samples: RawSamples, used: Tensor, x: Inputs) -> bool:
+    found = samples.x[used.to(samples.x.device) if isinstance(samples.x, Tensor) else used]
+    return torch.equal(read_inputs(found).cpu(), read_inputs(x))
 
 
 def _describe(targets: Tensor) -> str:
@@ -254,7 +267,9 @@ def _take_samples(federation: Federation, rows: Int[Tensor, " rows"], count: int
         places.append(own[torch.linspace(0, len(own) - 1, count).long()])
     chosen = torch.stack(places)
     return _bare(
-        federation, federation.x[rows[:, None], chosen], federation.y[rows[:, None], chosen]
+        federation,
+        read_inputs(federation.x[rows[:, None], chosen]),
+        federation.y[rows[:, None], chosen],
     )
 
 
@@ -271,7 +286,7 @@ def _bare(federation: Federation, x: Tensor, y: Tensor) -> Federation:
 def _compare_inputs(ours: "_OwnSide", sample: Federation) -> float:
     """Compare prepared inputs with what plain operations make."""
     found = ours.inputs().cpu()
-    expected = torch.stack([prepare_inputs(sample, x, found.dtype) for x in sample.x])
+    expected = torch.stack([prepare_inputs(sample, x, found.dtype) for x in read_inputs(sample.x)])
     gap, scale = float((found - expected).abs().max()), float(expected.abs().max())
     if not gap <= _relative_limit(found.dtype) * max(scale, 1e-30):
         raise TranslationError(f"inputs differ by {gap:.3g} of {scale:.3g} from the data's own")
@@ -606,7 +621,8 @@ class _Comparison:
         toward = self.plain.train(federation, x, y, mode=False)
         slow = slow or layout.size > _MANY_PARAMS >> 6
         few = max(2, len(x) // 8) if slow else len(x)
-        federation = _bare(federation, federation.x[:1, :few], federation.y[:1, :few])
+        own = read_inputs(federation.x)
+        federation = _bare(federation, own[:1, :few], federation.y[:1, :few])
         number, gap, count = 12 if slow else 32, None, 0
         for attempt, (count, errors) in enumerate(((number, 5.0), (4 * number, 6.0))):
             seeds = range(2 + 1000 * attempt, 2 + 1000 * attempt + count)
@@ -620,7 +636,7 @@ class _Comparison:
                 many = min(size, count - start)
                 copies = _bare(
                     federation,
-                    federation.x.expand(many, *federation.x.shape[1:]),
+                    own[:1, :few].expand(many, -1, *own.shape[2:]),
                     federation.y.expand(many, *federation.y.shape[1:]),
                 )
                 # Each copy is a client of its own, and each attempt a round.

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from coterie.data.federation import TRAIN, VALIDATION, Federation
+from coterie.data.rows import read_inputs
 from coterie.engine.noise import draw_gaussian
 from coterie.models.draws import splitmix
 
@@ -94,7 +95,10 @@ def _sample_images(federation: Federation) -> list[list[str]]:
         noise = 0.0 if federation.noise is None else float(federation.noise[rows].max())
         places = _pick_samples(y if federation.classes else torch.zeros(len(y)))
         out.append(
-            [_encode_png(_add_noise(x[place], noise, place, federation)) for place in places]
+            [
+                _encode_png(_add_noise(read_inputs(x[place]), noise, place, federation))
+                for place in places
+            ]
         )
     return out
 

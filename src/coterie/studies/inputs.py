@@ -10,6 +10,7 @@ import torch
 
 from coterie.data.build import build_federation
 from coterie.data.federation import Federation, TestSet
+from coterie.data.rows import read_inputs
 from coterie.errors import ConfigError
 from coterie.models.layout import ModelSource
 from coterie.studies.definition import OWN, StudyConfig
@@ -118,7 +119,7 @@ class TrialData:
                 f"{federation.client_name(without[0])} has none; give "
                 "data.validation, or validation= where the federation is made"
             )
-        x, y = federation.x[0, :1], federation.y[0, :1]
+        x, y = read_inputs(federation.x[0, :1]), federation.y[0, :1]
         tests = []
         for test in federation.tests:
             tests.append(TestSet(torch.zeros_like(x), torch.zeros_like(y), test.name))

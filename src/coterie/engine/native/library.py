@@ -58,12 +58,23 @@ class Rule(ctypes.Structure):
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class StoredSamples:
-    """Samples in the form that the program reads, with the tensors that own the memory."""
+@dataclass(frozen=True, eq=False)
+class StoredTargets:
+    """Targets, and the values of bytes of images, in the form that programs read."""
 
-    store: Store
-    owners: tuple[Tensor | None, ...]
+    values: Tensor | None
+    classes: Tensor | None
+    targets: Tensor | None
+
+    def join_inputs(self, x: Tensor) -> Store:
+        """Return the samples with inputs from `convert_inputs`, which must outlive their use."""
+        return Store(
+            address_of(x),
+            address_of(self.values),
+            address_of(self.classes),
+            address_of(self.targets),
+            int(self.values is not None),
+        )
 
 
 def address_of(tensor: Tensor | None) -> int | None:
@@ -110,11 +121,22 @@ def convert_optimizer(work: TrainingWork) -> tuple[Rule, Tensor | None]:
     return rule, rates
 
 
-def store_samples(samples: RawSamples, dtype: torch.dtype) -> StoredSamples:
-    """Return samples in the form that programs read."""
+def convert_inputs(x: Tensor, samples: RawSamples, dtype: torch.dtype) -> Tensor:
+    """Return inputs in the form that programs read: bytes of images as they are, or numbers.
+
+    Args:
+        x: some inputs of the samples, as stored.
+        samples: say whether they are images.
+        dtype: of models.
+    """
+    return (x if samples.is_images else x.to(dtype)).contiguous()
+
+
+def convert_targets(samples: RawSamples, dtype: torch.dtype) -> StoredTargets:
+    """Return targets in the form that programs read."""
     values = None
     if samples.is_images:
-        x, channels = samples.x.contiguous(), samples.input_shape[0]
+        channels = samples.input_shape[0]
         # A byte has 256 values: each is prepared once for every channel, by the code that prepares
         # images, and programs look them up (channels x 256).
         every = torch.arange(256, dtype=torch.uint8).reshape(256, *(1 for _ in samples.input_shape))
@@ -122,21 +144,9 @@ def store_samples(samples: RawSamples, dtype: torch.dtype) -> StoredSamples:
             every.expand(256, channels, *every.shape[2:]), every, dtype, samples.mean, samples.std
         )
         values = levels.prepare_inputs(torch.arange(256)).reshape(256, channels).T.contiguous()
-    else:
-        x = samples.x.to(dtype).contiguous()
-    classes = targets = None
     if samples.y.is_floating_point():
-        targets = samples.y.to(dtype).contiguous()
-    else:
-        classes = to_int64(samples.y)
-    store = Store(
-        address_of(x),
-        address_of(values),
-        address_of(classes),
-        address_of(targets),
-        int(values is not None),
-    )
-    return StoredSamples(store, (None if x is samples.x else x, values, classes, targets))
+        return StoredTargets(values, None, samples.y.to(dtype).contiguous())
+    return StoredTargets(values, to_int64(samples.y), None)
 
 
 def run_on_threads(function: Callable[..., None], job: ctypes.Structure, number: int) -> None:

@@ -17,12 +17,14 @@ struct Training {
   const T* anchor;
   const T* const* inputs;  // values of the input buffers in each step of each client
   const int64_t *places, *length, *keys;
+  const int64_t* where;  // of each of places: where its inputs lie; none where they lie at the places themselves
   T* losses;
   T* moments;            // of each client's optimizer, to go on from; none for fresh ones
   const int64_t* taken;  // steps before, with moments
   Rule rule;
   int64_t row, anchor_row, steps, width, trained;
   double prox;
+  int64_t first, last;  // the steps that are taken now: all, or some whose inputs are in memory
 };
 
 struct Measuring {
@@ -32,8 +34,10 @@ struct Measuring {
   const T *table, *frozen;
   const T* const* inputs;  // values of the input buffers of each model
   const int64_t *places, *count, *models, *sets;
+  const int64_t* where;  // as in Training
   double *loss, *score;
   int64_t row, width;
+  int64_t first, last;  // the samples of each set that are measured now, after those before the first
 };
 
 struct Free {
@@ -204,23 +208,25 @@ static void train_one(const Training& job, int64_t client, Batch& batch, T* g, T
   const T* anchor = job.anchor ? job.anchor + client * job.anchor_row : nullptr;
   double decay1 = job.moments ? std::pow(rule.beta1, job.taken[client]) : 1;
   double decay2 = job.moments ? std::pow(rule.beta2, job.taken[client]) : 1;
-  for (int64_t s = 0; s < job.steps; s++) {
-    const int64_t size = job.length[client * job.steps + s];
-    const int64_t* places = job.places + (client * job.steps + s) * job.width;
+  for (int64_t s = 0; s < job.last; s++) {
+    const int64_t size = job.length[client * job.steps + s], start = (client * job.steps + s) * job.width;
+    const int64_t *places = job.places + start, *where = (job.where ? job.where : job.places) + start;
+    // Powers are rounded step by step, so steps that were taken in an earlier call multiply too.
     decay1 *= rule.beta1, decay2 *= rule.beta2;
-    if (!size) continue;
+    if (!size || s < job.first) continue;
     for (int j = 0; j < INPUTS; j++) inputs[j] = job.inputs[j] + (client * job.steps + s) * INPUT_SIZES[j];
     const int64_t key = job.keys ? job.keys[client] + int64_t(uint64_t(s) * 0x1F123BB5159A55E5u) : 0;
     const int64_t parts = (size + job.memory.samples - 1) / job.memory.samples, part = (size + parts - 1) / parts;
     double loss = 0;
     for (int64_t from = 0; from < size; from += part) {
       const int64_t n = least(part, size - from), all = TOGETHER ? TOGETHER : n;
-      int64_t room[TOGETHER + 1];
+      int64_t room[TOGETHER + 1], room_of_inputs[TOGETHER + 1];
       const int64_t* chosen = completed(places + from, n, room);
+      const int64_t* lying = completed(where + from, n, room_of_inputs);
       if (job.augment.keys)
-        gather_augmented(job.store, job.augment, job.augment.keys[client], s, from, chosen, all, batch.x);
+        gather_augmented(job.store, job.augment, job.augment.keys[client], s, from, lying, all, batch.x);
       else
-        gather(job.store, chosen, all, batch.x);
+        gather(job.store, lying, all, batch.x);
       if (job.noise.keys) disturb(job.noise, client, s, chosen, n, batch.x);
       targets_of(job.store, chosen, all, batch.y);
       T weight[TOGETHER + 1];  // of each loss, or of all
@@ -256,18 +262,21 @@ extern "C" void measure(const Measuring* job, int64_t first, int64_t last) {
   Batch batch{arena.get(), job->memory.at, x.get(), losses.get(), scores.get(), y.get(), inputs, job->frozen};
   for (int64_t pair = first; pair < last; pair++) {
     const int64_t set = job->sets[pair], size = job->count[set], *places = job->places + set * job->width;
+    const int64_t *where = job->where ? job->where + set * job->width : places, last = least(size, job->last);
     for (int j = 0; j < INPUTS; j++) inputs[j] = job->inputs[j] + job->models[pair] * INPUT_SIZES[j];
-    double loss = 0, score = 0;
-    for (int64_t from = 0; from < size; from += job->memory.samples) {
-      const int64_t n = least(job->memory.samples, size - from), all = TOGETHER ? TOGETHER : n;
-      int64_t room[TOGETHER + 1];
+    double loss = job->first ? job->loss[pair] : 0, score = job->first ? job->score[pair] : 0;
+    for (int64_t from = job->first; from < last; from += job->memory.samples) {
+      const int64_t n = least(job->memory.samples, last - from), all = TOGETHER ? TOGETHER : n;
+      int64_t room[TOGETHER + 1], room_of_inputs[TOGETHER + 1];
       const int64_t* chosen = completed(places + from, n, room);
-      gather(job->store, chosen, all, batch.x);
+      gather(job->store, completed(where + from, n, room_of_inputs), all, batch.x);
       if (job->noise.keys) disturb(job->noise, set, 0, chosen, n, batch.x);
       targets_of(job->store, chosen, all, batch.y);
       judge_batch(batch, job->table + job->models[pair] * job->row, n);
       for (int64_t b = 0; b < n; b++) loss += batch.losses[b], score += batch.scores[b];
     }
-    job->loss[pair] = loss / size, job->score[pair] = score / size;
+    // Sums, until the last samples of the set are measured.
+    const double parts = last == size ? size : 1;
+    job->loss[pair] = loss / parts, job->score[pair] = score / parts;
   }
 }

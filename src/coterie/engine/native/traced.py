@@ -4,6 +4,7 @@ import ctypes
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,13 +20,14 @@ from coterie.engine.native.library import (
     NoiseJob,
     Rule,
     Store,
-    StoredSamples,
+    StoredTargets,
     address_of,
+    convert_inputs,
     convert_noise,
     convert_optimizer,
+    convert_targets,
     make_rows_contiguous,
     run_on_threads,
-    store_samples,
     to_int64,
 )
 from coterie.engine.native.loops import Leaf, Program, Value, c_type, dense_strides, in_memory
@@ -33,6 +35,7 @@ from coterie.engine.native.pooling import join_convolutions_with_pooling, pool_b
 from coterie.engine.native.sample_lanes import LANES, SampleLowering, samples_pay
 from coterie.engine.native.simple import LARGE, is_simple
 from coterie.engine.native.sums import join_products
+from coterie.engine.native.tiles import Tile, iterate_measuring_tiles, iterate_training_tiles
 from coterie.engine.native.trace import NotTraceableError, Trace, record
 from coterie.engine.native.trace import evaluate_size as size_at
 from coterie.models.layout import Layout, Slot
@@ -82,9 +85,9 @@ class _Training(ctypes.Structure):
     _fields_ = (
         ("store", Store), ("augment", CropFlipJob), ("noise", NoiseJob), ("memory", _Memory),
         ("rows", _POINTER), ("frozen", _POINTER), ("anchor", _POINTER), ("inputs", _POINTER), ("places", _POINTER),
-        ("length", _POINTER), ("keys", _POINTER), ("losses", _POINTER), ("moments", _POINTER), ("taken", _POINTER),
-        ("rule", Rule), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG), ("trained", _LONG),
-        ("prox", _DOUBLE),
+        ("length", _POINTER), ("keys", _POINTER), ("where", _POINTER), ("losses", _POINTER), ("moments", _POINTER),
+        ("taken", _POINTER), ("rule", Rule), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG),
+        ("trained", _LONG), ("prox", _DOUBLE), ("first", _LONG), ("last", _LONG),
     )  # fmt: skip
 
 
@@ -92,8 +95,8 @@ class _Measuring(ctypes.Structure):
     _fields_ = (
         ("store", Store), ("noise", NoiseJob), ("memory", _Memory),
         ("table", _POINTER), ("frozen", _POINTER), ("inputs", _POINTER), ("places", _POINTER), ("count", _POINTER),
-        ("models", _POINTER), ("sets", _POINTER), ("loss", _POINTER), ("score", _POINTER), ("row", _LONG),
-        ("width", _LONG),
+        ("models", _POINTER), ("sets", _POINTER), ("where", _POINTER), ("loss", _POINTER), ("score", _POINTER),
+        ("row", _LONG), ("width", _LONG), ("first", _LONG), ("last", _LONG),
     )  # fmt: skip
 
 
@@ -328,7 +331,8 @@ class TracedProgram:
             function = getattr(self._library, name)
             function.argtypes, function.restype = (_POINTER, _LONG, _LONG), None
         # What samples were converted to lives as long as they do.
-        self._stored: weakref.WeakKeyDictionary[RawSamples, StoredSamples] = (
+        self._inputs: weakref.WeakKeyDictionary[RawSamples, Tensor] = weakref.WeakKeyDictionary()
+        self._targets: weakref.WeakKeyDictionary[RawSamples, StoredTargets] = (
             weakref.WeakKeyDictionary()
         )
         self._samples = {"train": self._fitting(self._train), "judge": self._fitting(self._judge)}
@@ -405,11 +409,18 @@ class TracedProgram:
         body = [f"  {line}" for line in lines]
         return [f"static void {signature} {{", *body, "}"]
 
-    def _store(self, samples: RawSamples) -> Store:
-        found = self._stored.get(samples)
-        if found is None:
-            found = self._stored[samples] = store_samples(samples, self.layout.dtype)
-        return found.store
+    def _store(self, samples: RawSamples, tile: Tile) -> tuple[Store, Tensor]:
+        """Return the samples of a tile, and the tensor that owns the memory of its inputs."""
+        targets = self._targets.get(samples)
+        if targets is None:
+            targets = self._targets[samples] = convert_targets(samples, self.layout.dtype)
+        # Converted once where all of them are in memory.
+        x = self._inputs.get(samples) if tile.is_all else None
+        if x is None:
+            x = convert_inputs(tile.x, samples, self.layout.dtype)
+        if tile.is_all:
+            self._inputs[samples] = x
+        return targets.join_inputs(x), x
 
     def _values(
         self, inputs: Mapping[str, Tensor], *lead: int
@@ -442,7 +453,36 @@ class TracedProgram:
     ) -> Float[Tensor, "clients steps"]:
         """Train clients in place; see `Engine.train`."""
         losses = torch.full(work.batch_sizes.shape, torch.nan, dtype=rows.dtype)
+        own = work
+        for tile in iterate_training_tiles(work):
+            if tile.part.start == 0:
+                own = work.select_clients(tile.owners)
+            if own.moments is None and tile.part != slice(0, work.num_steps):
+                # What optimizers remember is kept from one part of the steps to the next.
+                own = self._begin_moments(own)
+            self._train_tile(rows[tile.owners], own, tile, losses[tile.owners])
+        return losses
+
+    def _begin_moments(self, work: TrainingWork) -> TrainingWork:
+        """Return a training with the state of fresh optimizers, which it changes."""
+        local, clients = work.local, len(work.batch_sizes)
+        shape = clients, local.num_moments, self.layout.trainable
+        moments = torch.full(shape, local.initial_accumulator_value, dtype=self.layout.dtype)
+        taken = torch.zeros(clients, dtype=torch.int64)
+        return replace(work, moments=moments, steps_taken=taken)
+
+    def _train_tile(
+        self,
+        rows: Float[Tensor, "clients params"],
+        work: TrainingWork,
+        tile: Tile,
+        losses: Float[Tensor, "clients steps"],
+    ) -> None:
+        """Take the steps of a tile with its clients in place, and set their losses."""
         places, length = to_int64(work.sample_indices), to_int64(work.batch_sizes)
+        lies = None
+        if tile.where is not None:
+            lies = to_int64(tile.where[tile.owners])
         keys = taken = anchor = draws = fill = None
         padding = anchor_stride = 0
         if work.draw_keys is not None:
@@ -470,15 +510,15 @@ class TracedProgram:
             samples = max(1, int(length.max()))
         where, size = self._train.memory(samples)
         augment = CropFlipJob(address_of(draws), address_of(fill), padding)
+        store, _x = self._store(work.samples, tile)
         job = _Training(
-            self._store(work.samples), augment, noise, _Memory(address_of(where), size, samples),
-            address_of(rows), address_of(self._frozen), address_of(anchor), ctypes.cast(inputs, _POINTER), address_of(places), address_of(length),
-            address_of(keys), address_of(losses), address_of(work.moments), address_of(taken), rule,
-            rows.stride(0), anchor_stride, work.num_steps, places.shape[2],
-            self.layout.trainable, work.prox,
+            store, augment, noise, _Memory(address_of(where), size, samples),
+            address_of(rows), address_of(self._frozen), address_of(anchor), ctypes.cast(inputs, _POINTER),
+            address_of(places), address_of(length), address_of(keys), address_of(lies), address_of(losses),
+            address_of(work.moments), address_of(taken), rule, rows.stride(0), anchor_stride, work.num_steps,
+            places.shape[2], self.layout.trainable, work.prox, tile.part.start, tile.part.stop,
         )  # fmt: skip
         run_on_threads(self._library.train, job, len(rows))
-        return losses
 
     def measure(
         self,
@@ -488,19 +528,41 @@ class TracedProgram:
     ) -> Float[Tensor, "values pairs"]:
         """Return the mean loss and score of each pair; see `Engine.measure_pairs`."""
         # Programs add up losses and scores in double precision.
-        values = torch.empty(2, len(pairs.models), dtype=torch.float64)
-        table = make_rows_contiguous(table)
-        # See `train`: the tensors must outlive the call.
+        values = torch.zeros(2, len(pairs.models), dtype=torch.float64)
+        for tile in iterate_measuring_tiles(pairs, self._samples["judge"]):
+            inside = (pairs.sets >= tile.owners.start) & (pairs.sets < tile.owners.stop)
+            chosen = inside.nonzero().flatten()
+            own = replace(pairs, models=pairs.models[chosen], sets=pairs.sets[chosen])
+            # A later part of a set adds to the sums of the earlier ones.
+            values[:, chosen] = self._measure_tile(table, own, inputs, tile, values[:, chosen])
+        return values.to(self.layout.dtype)
+
+    def _measure_tile(
+        self,
+        table: Float[Tensor, "models params"],
+        pairs: EvaluationPairs,
+        inputs: Mapping[str, Tensor],
+        tile: Tile,
+        values: Float[Tensor, "values pairs"],
+    ) -> Float[Tensor, "values pairs"]:
+        """Return loss and score of pairs, or their sums where a set is not at its end."""
+        table, values = make_rows_contiguous(table), values.contiguous()
+        # See `_train_tile`: the tensors must outlive the call.
         given, _values = self._values(inputs, len(table))
         places, count = to_int64(pairs.sample_indices), to_int64(pairs.set_sizes)
         models, sets = to_int64(pairs.models), to_int64(pairs.sets)
+        lies = None
+        if tile.where is not None:
+            lies = to_int64(tile.where)
         noise, _draws = convert_noise(pairs.noise)
         samples = self._samples["judge"]
         where, size = self._judge.memory(samples)
+        store, _x = self._store(pairs.samples, tile)
         job = _Measuring(
-            self._store(pairs.samples), noise, _Memory(address_of(where), size, samples),
-            address_of(table), address_of(self._frozen), ctypes.cast(given, _POINTER), address_of(places), address_of(count), address_of(models),
-            address_of(sets), address_of(values[0]), address_of(values[1]), table.stride(0), places.shape[1],
+            store, noise, _Memory(address_of(where), size, samples),
+            address_of(table), address_of(self._frozen), ctypes.cast(given, _POINTER), address_of(places),
+            address_of(count), address_of(models), address_of(sets), address_of(lies), address_of(values[0]),
+            address_of(values[1]), table.stride(0), places.shape[1], tile.part.start, tile.part.stop,
         )  # fmt: skip
         run_on_threads(self._library.measure, job, len(pairs.models))
-        return values.to(self.layout.dtype)
+        return values
