@@ -52,6 +52,13 @@ def export_models(
         str | None,
         typer.Option(help="For ONNX: import path of the module, if it was given from Python."),
     ] = None,
+    adapter: Annotated[
+        bool,
+        typer.Option(
+            "--adapter",
+            help="Leave out frozen weights; with --all they are in one file, frozen.safetensors.",
+        ),
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
     """Write a client's trained model to a file for other programs: weights, or ONNX.
@@ -88,7 +95,14 @@ def export_models(
         which,
         run,
         force,
+        adapter,
     )
+    if adapter and all_ and models.fixed:
+        from coterie.results.export import export_frozen
+
+        path = (out or Path("models")) / f"frozen{FORMATS[chosen]}"
+        export_frozen(models, path, format=chosen, force=force)
+        typer.echo(f"the frozen weights of all: {show_path(path)}")
 
 
 def _write_models(
@@ -99,6 +113,7 @@ def _write_models(
     which: str,
     run: Path,
     force: bool,
+    adapter: bool,
 ) -> None:
     """Write every file, or none when one of them exists or cannot be written."""
     from coterie.results.export import export_model as write
@@ -121,6 +136,7 @@ def _write_models(
             which=which,  # type: ignore[arg-type]
             study=_find_study_name(run),
             force=force,
+            adapter=adapter,
         )
         typer.echo(f"{to_one_line(str(models.client_name(name)))}: {show_path(path)}")
 

@@ -62,6 +62,7 @@ def export_model(
     which: Which = "evaluated",
     study: str = "",
     force: bool = False,
+    adapter: bool = False,
 ) -> Path:
     """Write the model of a client to one file, atomically.
 
@@ -76,10 +77,12 @@ def export_model(
         which: which of the client's models, see `Models.model`.
         study: the name of the study, for the metadata.
         force: replace an existing file.
+        adapter: leave out the weights that are the same for all clients, which `export_frozen`
+            writes; `module.load_state_dict(tensors, strict=False)` takes the rest.
 
     Raises:
         RunExistsError: when the file exists and `force` is not set.
-        ConfigError: when the client or the model does not exist, or packages that ONNX needs are
+        ConfigError: when ONNX is asked for an adapter, the client or the model does not exist, or packages that ONNX needs are
             missing.
         ModelError: when the module is needed and was not stored, or ONNX cannot express it.
     """
@@ -88,8 +91,12 @@ def export_model(
         raise RunExistsError(
             f"{show_path(path)} exists; choose another file with --out, or replace it with --force"
         )
+    if adapter and format == "onnx":
+        raise ConfigError("onnx holds a whole model; expected safetensors or pt for an adapter")
     prepare_file(path)
     tensors = models.state_dict(client, which)
+    if adapter:
+        tensors = {one.name: tensors[one.name] for one in models.spec.state if one.start >= 0}
     # Whole numbers, such as a count of batches, have no NaN.
     floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
     if not all(bool(torch.isfinite(tensor).all()) for tensor in floats):
@@ -114,6 +121,36 @@ def export_model(
             torch.save(tensors, temporary)
         else:
             save_file(tensors, temporary, metadata={"format": "pt", **known})
+    return path
+
+
+def export_frozen(
+    models: Models, path: str | Path, *, format: Format | None = None, force: bool = False
+) -> Path:
+    """Write the weights that are the same for all clients to one file, atomically.
+
+    Args:
+        models: the models of a run.
+        path: the file.
+        format: "safetensors" or "pt"; see `export_model`.
+        force: replace an existing file.
+
+    Raises:
+        RunExistsError: when the file exists and `force` is not set.
+    """
+    path, format = Path(path), choose_format(path, format)
+    if path.exists() and not force:
+        raise RunExistsError(
+            f"{show_path(path)} exists; choose another folder with --out, or replace it with "
+            "--force"
+        )
+    prepare_file(path)
+    tensors = {name: tensor.clone() for name, tensor in models.fixed.items()}
+    with replace_atomically(path) as temporary:
+        if format == "pt":
+            torch.save(tensors, temporary)
+        else:
+            save_file(tensors, temporary, metadata={"format": "pt"})
     return path
 
 

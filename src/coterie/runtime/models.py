@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -48,7 +48,7 @@ from coterie.models.layout import (
 )
 from coterie.models.outputs import OutputConversion
 from coterie.models.simplex_layers import remove_endpoints
-from coterie.runtime import checkpoint
+from coterie.runtime import _frozen, checkpoint
 from coterie.runtime.loop import Loop
 
 FILE = "models.safetensors"
@@ -103,6 +103,8 @@ class SavedModelSpec:
         missing: why there is no module; empty where there is one.
         output: which entry of what the module returns is its output.
         version: of Coterie, which wrote this.
+        frozen: the file of the folder with the tensors that are the same for all clients; empty
+            where they are small, and in the file of models.
     """
 
     label: str
@@ -126,10 +128,14 @@ class SavedModelSpec:
     missing: str = ""
     output: str = ""
     version: str = __version__
+    frozen: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the plain values that `from_json` reads."""
-        return {**asdict(self), "inputs": self.inputs.to_json()}
+        described = {**asdict(self), "inputs": self.inputs.to_json()}
+        if not self.frozen:
+            del described["frozen"]
+        return described
 
     @staticmethod
     def from_json(stored: Mapping[str, Any]) -> "SavedModelSpec":
@@ -221,7 +227,8 @@ class Models(Described):
         """Return a client's model: a module of the class that was given, in evaluation mode.
 
         It has trained weights, and the running statistics of its normalizations. It is a copy, and
-        needs nothing of Coterie.
+        needs nothing of Coterie. Frozen weights of 64 kB or more are in memory once for the models
+        of all clients: who changes them in place changes them in all.
 
         Args:
             client: its name, or its number.
@@ -235,15 +242,31 @@ class Models(Described):
                 one.
         """
         row = self.load_row(client, which)
-        # A copy for each client: filling one must not change another.
-        module = copy.deepcopy(self._make_template()).cpu().eval()
-        return fill_module(
-            module,
-            {
-                **self._name_tensors(row, self.spec.state),
-                **self._name_tensors(row, self.spec.hidden),
-            },
-        )
+        # A copy for each client, as filling one must not change another, but for shared tensors.
+        blank, shared = self._blank_module
+        memory: dict[int, Any] = {}
+        for tensor in shared:
+            alias = tensor.detach()
+            if isinstance(tensor, nn.Parameter):
+                alias = nn.Parameter(alias, requires_grad=tensor.requires_grad)
+            memory[id(tensor)] = alias
+        module = copy.deepcopy(blank, memory)
+        entries = [*self.spec.state, *self.spec.hidden]
+        if shared:
+            entries = [one for one in entries if one.start >= 0]
+        return fill_module(module, self._name_tensors(row, entries))
+
+    @cached_property
+    def _blank_module(self) -> tuple[nn.Module, list[Tensor]]:
+        """A module with the values that all clients share, and the tensors that are not copied."""
+        module, shared = copy.deepcopy(self._make_template()).cpu().eval(), []
+        if not self.spec.frozen:
+            return module, shared
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            if name in self.fixed:
+                tensor.data = self.fixed[name].detach().cpu().to(tensor.dtype)
+                shared.append(tensor)
+        return module, shared
 
     def state_dict(self, client: int | str, which: Which = "evaluated") -> dict[str, Tensor]:
         """Return a client's `state_dict` for the original module; see `model`."""
@@ -285,7 +308,8 @@ class Models(Described):
             # Rows hold floating-point numbers; a counter is rounded, because truncation would lose
             # 1 where a merge left 2.9999.
             whole = value.is_floating_point() and not kind.is_floating_point
-            found[one.name] = (value.round() if whole else value).to(kind).clone()
+            value = (value.round() if whole else value).to(kind)
+            found[one.name] = value if one.start < 0 and self.spec.frozen else value.clone()
         return found
 
     def _make_template(self) -> nn.Module:
@@ -400,8 +424,16 @@ class Models(Described):
     # ------------------------------------------------------------------ files
 
     def make_files(self) -> dict[str, Callable[[Path], None]]:
-        """Return the file that a run leaves: its name, and a function that writes it."""
-        tensors = {f"{_FIXED}{name}": tensor.cpu().clone() for name, tensor in self.fixed.items()}
+        """Return the files that a run leaves: their names, and functions that write them."""
+        files: dict[str, Callable[[Path], None]] = {}
+        tensors: dict[str, Tensor] = {}
+        frozen = self.spec.frozen
+        if not frozen:
+            for name, tensor in self.fixed.items():
+                tensors[f"{_FIXED}{name}"] = tensor.cpu().clone()
+        # A whole file that is there already is not written again.
+        elif self.folder is None or manifest.describe_fault(self.folder, frozen):
+            files[frozen] = partial(_frozen.write_file, self.fixed, frozen, self.folder)
         tensors |= stack_fitted(self.fitted)
         kept = self.spec.tensors.get(self.spec.evaluated)
         # Rows that the checkpoint has are not stored twice.
@@ -410,7 +442,7 @@ class Models(Described):
                 self.loaded_rows[self.spec.evaluated].cpu()
             )
         described = json.dumps(self.spec.as_json(), sort_keys=True, ensure_ascii=False)
-        return {FILE: partial(_write_models, tensors, described)}
+        return {**files, FILE: partial(_write_models, tensors, described)}
 
 
 def collect_models(
@@ -469,8 +501,22 @@ def collect_models(
         names=federation.client_names,
         missing=missing,
         output=layout.output.name,
+        frozen=_frozen.name_file(fixed),
     )
     return Models(recipe, fixed, federation.fitted, model, held, folder)
+
+
+def list_files(folder: Path) -> list[str]:
+    """Return the names of the files that a run's models were written to; see `make_files`.
+
+    Args:
+        folder: of the run.
+    """
+    return [
+        name
+        for name in manifest.load_digests(folder)
+        if name == FILE or name.startswith(_frozen.PREFIX)
+    ]
 
 
 def load_models(folder: str | Path, *, model: ModelSource | None = None) -> Models:
@@ -508,6 +554,9 @@ folder of a finished run, <study>/<method>/seed-<n>
         for name, tensor in tensors.items()
         if name.startswith(_FIXED)
     }
+    if recipe.frozen:
+        _check_file(path, recipe.frozen)
+        fixed |= _frozen.load_file(path / recipe.frozen)
     network = model
     if network is None and recipe.model is not None:
         network = NamedModel(recipe.model["kind"], recipe.model["options"])

@@ -486,7 +486,7 @@ def _is_complete(folder: Path) -> bool:
     """
     kept = [
         name
-        for name in (CONFIG, checkpoint.FILE, models.FILE)
+        for name in (CONFIG, checkpoint.FILE, *models.list_files(folder))
         if name == CONFIG or (folder / name).exists()
     ]
     if checkpoint.FILE in kept and _has_lost_models(folder):
@@ -498,9 +498,7 @@ def _is_complete(folder: Path) -> bool:
 
 def _has_lost_models(folder: Path) -> bool:
     """Whether the models of a run were written and are not there."""
-    if (folder / models.FILE).exists():
-        return False
-    return models.FILE in manifest.load_digests(folder)
+    return any(not (folder / name).exists() for name in models.list_files(folder))
 
 
 def _is_open(folder: Path) -> bool:
