@@ -61,6 +61,13 @@ def compare_studies(
             "intervals are then about new samples.",
         ),
     ] = 0.0,
+    setting: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="One table over the values of a setting that the points of a sweep vary.",
+        ),
+    ] = None,
     paper: Annotated[bool, typer.Option("--paper", help="Compare with published numbers.")] = False,
     equal_bytes: Annotated[
         bool, typer.Option("--equal-bytes", help="Rank the methods at equal bytes per client.")
@@ -94,7 +101,7 @@ def compare_studies(
     label in another, where their clients and seeds are the same. A difference is established when it is unlikely to be chance. The test pairs
     values by seed and client, takes Student's interval over the seeds, and
     corrects for the number of pairs. For a sweep over data or models, give the
-    folder of one point.
+    folder of one point; or the sweep and --setting, for one table of all points.
 
     [bold]Examples[/bold]
 
@@ -103,12 +110,14 @@ def compare_studies(
       coterie compare runs/rotated-digits --format latex
       coterie compare runs/rotated-digits runs/my-study
       coterie compare runs/rotated-digits --equal-bytes
+      coterie compare runs/my-sweep --setting data.num_clients --format latex
       coterie compare runs/similarity/synthetic --paper
     """
     from coterie.cli import _tables
     from coterie.papers import compare as comparing
     from coterie.results import conditions
     from coterie.results.equal_bytes import rank_at_equal_bytes
+    from coterie.results.varied import tabulate_setting
 
     notes: list[str] = []
     missing: list[str] = []
@@ -117,6 +126,9 @@ def compare_studies(
         shown = [table for one in found for table in _tables.build_paper_tables(one)]
         notes = [note for one in found for note in (one.reference, *one.notes)]
         missing = [note for one in found for note in one.missing]
+    elif setting is not None:
+        found = [tabulate_setting(folders, setting, metric=metric, cluster=cluster)]
+        shown, missing = [_tables.build_varied_table(one) for one in found], [*found[0].notes]
     elif equal_bytes or at_bytes is not None:
         found = [
             # Megabytes of 1e6 bytes, as in all tables.

@@ -108,7 +108,10 @@ def plot_figure(
         ),
     ] = None,
     setting: Annotated[
-        str | None, typer.Option(help="For sweeps: the setting, or two with a comma for a grid.")
+        str | None,
+        typer.Option(
+            help="For sweeps: the name or path of the setting; two, with a comma, for a grid."
+        ),
     ] = None,
     methods: Annotated[
         str | None, typer.Option(help="Labels to show, with commas; * matches anything.")

@@ -27,6 +27,7 @@ from coterie.results.tables import (
     format_latex,
     format_markdown,
 )
+from coterie.results.varied import VariedResults
 
 __all__ = [
     "TextTable",
@@ -34,6 +35,7 @@ __all__ = [
     "build_paper_tables",
     "build_side_by_side",
     "build_study_tables",
+    "build_varied_table",
     "format_latex",
     "format_markdown",
 ]
@@ -225,6 +227,15 @@ def build_study_tables(one: PairComparison, *, whole: bool) -> list[TextTable]:
     if one.pairs:
         tables.append(build_pairs_table(one.pairs, metric))
     return tables
+
+
+def build_varied_table(found: VariedResults) -> TextTable:
+    """Build the table of methods by the values of a setting, with intervals over seeds."""
+    title = f"{found.metric.heading('test')} by {found.setting}, 95 % intervals over n seeds in brackets"
+    table = build_means_table(found.rows, found.pairs, found.metric, title, {})
+    if not found.pairs:
+        return table
+    return replace(table, foot=f"{table.foot} Corrected for {len(found.pairs)} pairs.".strip())
 
 
 def _format_cell(metric: Metric, row: Mapping[str, Any] | None) -> tuple[str, str]:

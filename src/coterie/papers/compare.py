@@ -25,6 +25,7 @@ from coterie.results.across import CrossComparison, compare_across
 from coterie.results.coverage import find_common_seeds, format_seed_ranges
 from coterie.results.equal_bytes import EqualBytes
 from coterie.results.pairs import Pair
+from coterie.results.varied import VariedResults
 from coterie.studies import config
 from coterie.studies.builtin_studies import find_builtin_studies
 from coterie.studies.config import StudyConfig
@@ -842,9 +843,17 @@ def _best_numbers(
 
 
 def to_json(
-    value: PaperComparison | EqualBytes | PairComparison | CrossComparison | StudyResult,
+    value: PaperComparison
+    | EqualBytes
+    | PairComparison
+    | CrossComparison
+    | StudyResult
+    | VariedResults,
 ) -> dict[str, Any]:
     """Return plain values, for JSON."""
+    if isinstance(value, VariedResults):
+        own = {"pairs": pairs.pairs_to_json(value.pairs), "metric": value.metric.name}
+        return summary.replace_nonfinite({**vars(value), **own})
     if isinstance(value, CrossComparison):
         return {
             "studies": list(value.studies),

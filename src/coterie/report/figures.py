@@ -5,6 +5,7 @@ the report's, chosen for contrast and for every kind of color blindness. Every l
 every point a shape of its own, so that a figure stays readable in gray.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from coterie.report import plots
 from coterie.results.coverage import IncompleteStudyWarning, describe_coverage
 from coterie.results.selection import group_by_study, select_charted_runs
 from coterie.results.stored_runs import StoredRun, load_runs
+from coterie.results.varied import find_value, format_value, split_setting, strip_settings
 
 FORMATS = ("pdf", "svg", "png")
 STYLE: dict[Any, Any] = {
@@ -134,7 +136,8 @@ def plot(
         format: "pdf", "svg" or "png"; the suffix of `out` has precedence.
         options: `methods` (labels to show, a list or a text with commas; `*` matches anything),
             `metric`, `split` (curves), `cluster` ("all", "clusters" or a cluster's name), `setting`
-            (sweeps).
+            (the name or path of one that the runs vary, or "NAME=PATH"; of two, with a comma, for a
+            grid). A figure that has no axis for it names each method with its value.
 
     Returns:
         The path of the figure; the CSV file has the same name with another suffix.
@@ -168,7 +171,10 @@ def plot(
     found = _select_methods(found, chosen.pop("methods", ()), asked="methods" in options)
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         try:
-            drawn, table = kind.draw(_name_runs(found), **chosen)
+            named = _name_runs(found)
+            if "setting" in chosen and "setting" not in inspect.signature(kind.draw).parameters:
+                named = _name_by_setting(found, chosen.pop("setting"))
+            drawn, table = kind.draw(named, **chosen)
         except DataError as problem:
             if published is None:
                 raise
@@ -226,4 +232,21 @@ def _name_runs(runs: Sequence[StoredRun]) -> list[tuple[str, StoredRun]]:
             run,
         )
         for run in runs
+    ]
+
+
+def _name_by_setting(runs: Sequence[StoredRun], setting: str) -> list[tuple[str, StoredRun]]:
+    """Return the runs that have a setting, named by label and value, in the order of values."""
+    setting, called = split_setting(setting)
+    found = [(find_value(run.config, setting), run) for run in runs]
+    found = [(value, run) for value, run in found if value is not None]
+    if not found:
+        raise DataError(
+            f"no finished run here has a setting {setting}; give its path, as in [sweep]"
+        )
+    if all(isinstance(value, int | float) for value, _ in found):
+        found.sort(key=lambda one: one[0])
+    return [
+        (f"{strip_settings(run.label, [setting])}, {format_value(called, value)}", run)
+        for value, run in found
     ]

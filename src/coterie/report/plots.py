@@ -1,7 +1,6 @@
 """The kinds of figure, as functions: named runs and options in, a figure and its table out."""
 
 import math
-import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
@@ -36,6 +35,8 @@ from coterie.results.stored_runs import (
     merge_client_names,
 )
 from coterie.results.summary import compute_cluster_means
+from coterie.results.tables import compute_mean_interval
+from coterie.results.varied import find_value, split_setting, strip_settings
 
 NamedRuns = Sequence[tuple[str, StoredRun]]
 DrawnFigure = tuple[Figure, pd.DataFrame]
@@ -459,33 +460,7 @@ def find_setting(run: StoredRun, name: str) -> Any:
         run: the run.
         name: the name of the setting; or its path, as in a sweep: `data.shift.0.concentration`.
     """
-    if "." in name:
-        return _select_number(_follow_path(run, name.split(".")))
-    places = (
-        run.method_settings,
-        run.config.get("local") or {},
-        run.config.get("data") or {},
-        run.config,
-    )
-    return _select_number(next((place[name] for place in places if name in place), None))
-
-
-def _follow_path(run: StoredRun, path: Sequence[str]) -> Any:
-    """Return the value at a path in the settings of a run; None where there is none."""
-    value: Any = run.config
-    if path[0] == "methods":
-        # A path of one method has no value in the runs of another.
-        if path[1] not in (run.method_kind, strip_settings(run.label, [path[-1]])):
-            return None
-        value, path = run.method_settings, path[2:]
-    for key in path:
-        if isinstance(value, dict) and key in value:
-            value = value[key]
-        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
-            value = value[int(key)]
-        else:
-            return None
-    return value
+    return _select_number(find_value(run.config, name))
 
 
 def _select_number(value: Any) -> int | float | None:
@@ -669,7 +644,8 @@ def draw_sweep(
             "between"
         )
     shown = choose_metric(runs, metric)
-    asked = [one.strip() for one in setting.split(",")]
+    called = dict(map(split_setting, setting.split(",")))
+    asked = [*called]
     points = []
     for _, run in runs:
         values = [find_setting(run, one) for one in asked]
@@ -694,48 +670,37 @@ def draw_sweep(
     reduced = _reduce_over_seeds(table, "method", asked)
     figure, axes = make_single_figure()
     if len(asked) == 1:
-        draw_setting_lines(axes, reduced, asked[0], shown)
+        draw_setting_lines(axes, reduced, asked[0], shown, name=called[asked[0]])
         add_legend(axes)
     else:
-        _draw_grid(axes, reduced, asked, shown)
+        _draw_grid(axes, reduced, called, shown)
     return figure, reduced
 
 
-def strip_settings(label: str, settings: Sequence[str]) -> str:
-    """Return the label of a point of a sweep without the values of the settings on the axes.
-
-    Example:
-        >>> strip_settings("Inverse loss, tau=30", ["tau"])
-        'Inverse loss'
-    """
-    for one in settings:
-        # A label has the last part of a path.
-        name = re.escape(one.rpartition(".")[-1])
-        label = re.sub(rf"[\s,]*\b{name}=[^\s,]*", "", label)
-    return label or settings[0].rpartition(".")[-1]
-
-
 def draw_setting_lines(
-    axes: Axes, table: pd.DataFrame, setting: str, metric: Metric, order: Sequence[str] = ()
-) -> None:
-    """Draw a line for each method against a setting, styled by its place in `order`."""
+    axes: Axes, table: pd.DataFrame, setting: str, metric: Metric, order: Sequence[str] = (),
+    name: str = "",
+) -> None:  # fmt: skip
+    """Draw a line for each method against a setting with its intervals, styled by its place in `order`."""
     methods = list(dict.fromkeys(table["method"]))
-    for name in methods:
-        place = (order or methods).index(name)
-        own = table.loc[(table["method"] == name).to_numpy()]
+    for method in methods:
+        place = (order or methods).index(method)
+        own = table.loc[(table["method"] == method).to_numpy()]
         x, scale = own[setting].to_numpy(float), metric.scale
-        mean, spread = scale * own["mean"].to_numpy(), scale * own["std"].fillna(0.0).to_numpy()
-        axes.errorbar(x, mean, yerr=spread, label=name, capsize=2, **select_style(place))
+        mean = scale * own["mean"].to_numpy()
+        half = scale * (own["high"] - own["mean"]).fillna(0.0).to_numpy(float)
+        axes.errorbar(x, mean, yerr=half, label=method, capsize=2, **select_style(place))
     fit_scale(axes, metric, table["mean"].tolist())
     values = np.unique(table[setting].to_numpy(float))
     # A factor of 20 is more than a decade: equal steps would crowd the small values.
     if values.min() > 0 and values.max() / values.min() >= 20:
         set_log_scale(axes, "x")
-    name = setting.rpartition(".")[-1]
+    name = name or setting.rpartition(".")[-1]
     axes.set(xlabel=SETTING_TITLES.get(name, name), ylabel=format_axis_label(metric))
 
 
-def _draw_grid(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: Metric) -> None:
+def _draw_grid(axes: Axes, table: pd.DataFrame, called: Mapping[str, str], metric: Metric) -> None:
+    asked = [*called]
     best = "min" if metric.sign < 0 else "max"
     grid = (
         table.pivot_table(index=asked[0], columns=asked[1], values="mean", aggfunc=best)
@@ -745,9 +710,8 @@ def _draw_grid(axes: Axes, table: pd.DataFrame, asked: Sequence[str], metric: Me
     axes.grid(visible=False)
     axes.set_xticks(range(grid.shape[1]), [f"{v:g}" for v in grid.columns])
     axes.set_yticks(range(grid.shape[0]), [f"{v:g}" for v in grid.index])
-    axes.set(
-        xlabel=SETTING_TITLES.get(asked[1], asked[1]), ylabel=SETTING_TITLES.get(asked[0], asked[0])
-    )
+    down, across = (SETTING_TITLES.get(name, name) for name in called.values())
+    axes.set(xlabel=across, ylabel=down)
     axes.figure.colorbar(image, ax=axes, label=format_axis_label(metric))
 
 
@@ -808,13 +772,17 @@ def draw_sensitivities(
 
 
 def _reduce_over_seeds(table: pd.DataFrame, first: str, others: Sequence[str]) -> pd.DataFrame:
-    """Return mean and deviation over seeds, ordered by first run and setting value."""
+    """Return mean, deviation and interval over seeds, ordered by first run and setting value."""
     # Categories keep the order of first appearance; `groupby` would sort names by letter.
     for column in (first, *others):
         if column in ("panel", "method"):
             table[column] = pd.Categorical(table[column], list(dict.fromkeys(table[column])))
     grouped = table.groupby([first, *others], sort=True, observed=True)["value"]
-    return grouped.agg(mean="mean", std=_std_over_seeds, seeds="count").reset_index()
+    reduced = grouped.agg(mean="mean", std=_std_over_seeds, seeds="count").reset_index()
+    intervals = [compute_mean_interval(row) for row in reduced.to_dict("records")]
+    for place, name in enumerate(("low", "high")):
+        reduced[name] = [math.nan if one is None else one[place] for one in intervals]
+    return reduced
 
 
 def _std_over_seeds(values: pd.Series) -> float:

@@ -8,8 +8,9 @@ import pytest
 
 from coterie.errors import DataError
 from coterie.papers import figures
-from coterie.report.plots import find_setting, make_single_figure, strip_settings
+from coterie.report.plots import find_setting, make_single_figure
 from coterie.results.stored_runs import StoredRun
+from coterie.results.varied import strip_settings
 
 
 def numbers(path):

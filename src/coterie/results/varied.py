@@ -1,0 +1,161 @@
+"""Studies that differ in a setting, such as the points of a sweep, as one table: methods by values."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from coterie.errors import DataError
+from coterie.functional.metrics import REGISTRY, Metric
+from coterie.results import pairs
+from coterie.results.coverage import describe_coverage, find_common_seeds
+from coterie.results.pairs import Pair
+from coterie.results.selection import group_by_study
+from coterie.results.stored_runs import load_runs
+from coterie.results.summary import summarize_study
+
+
+@dataclass(frozen=True)
+class VariedResults:
+    """Final test values of methods at each value of a setting.
+
+    Args:
+        setting: its name or path.
+        metric: what is shown.
+        rows: as those of a summary, over the same seeds; `cluster` is the value, "alpha = 0.1".
+        pairs: of the methods at one value, in the same form, corrected for all of them.
+        notes: which runs are not in them.
+    """
+
+    setting: str
+    metric: Metric
+    rows: Sequence[Mapping[str, Any]]
+    pairs: Sequence[Pair]
+    notes: Sequence[str]
+
+
+def tabulate_setting(
+    folders: Sequence[str | Path], setting: str, *, metric: str | None = None, cluster: str = "all"
+) -> VariedResults:
+    """Collect the results of studies by the value of a setting.
+
+    Args:
+        folders: of studies, or of a sweep, which holds them; a setting of methods varies in one.
+        setting: its name, or its path in a study file: `data.shift.0.concentration`; or "NAME=PATH"
+            to show it under another name.
+        metric: the one by which methods are compared when None.
+        cluster: over which clients.
+
+    Raises:
+        DataError: when there is no finished run, or the setting does not vary.
+    """
+    setting, called = split_setting(setting)
+    runs, problems = load_runs(folders)
+    studies: dict[Path, dict[str, Any]] = {}
+    notes: list[str] = []
+    for own, _, content in group_by_study(folders, runs, problems):
+        notes += [f"{content['study']}: {note}" for note in describe_coverage(content)]
+        if own:
+            folder = own[0].folder.parent.parent
+            studies[folder] = {run.label: find_value(run.config, setting) for run in own}
+    contents = {folder: summarize_study(folder) for folder in studies}
+    # A point without results must not empty the seeds of the others.
+    contents = {folder: one for folder, one in contents.items() if one["rows"]}
+    seeds = find_common_seeds({str(folder): one["seeds"] for folder, one in contents.items()})
+    found: list[tuple[Any, dict[str, Any]]] = []
+    compared: list[tuple[str, Pair]] = []
+    for folder, content in contents.items():
+        if list(content["seeds"]) != seeds:
+            content = summarize_study(folder, seeds)
+        values = studies[folder]
+        for row in content["rows"]:
+            if row["cluster"] == cluster and (value := values.get(row["label"])) is not None:
+                label = strip_settings(row["label"], [setting])
+                place = format_value(called, value)
+                found.append((value, {**row, "label": label, "cluster": place}))
+        for pair in pairs.parse_pairs(content):
+            a, b = values.get(pair.method_a), values.get(pair.method_b)
+            if pair.cluster == cluster and a is not None and a == b:
+                names = [strip_settings(one, [setting]) for one in (pair.method_a, pair.method_b)]
+                pair = replace(pair, method_a=names[0], method_b=names[1])
+                compared.append((format_value(called, a), pair))
+    if not found:
+        raise DataError(
+            f"no finished run here has a setting {setting}; give its path, as in [sweep]"
+        )
+    # Numbers in ascending order; other values as they come.
+    if all(isinstance(value, int | float) for value, _ in found):
+        found.sort(key=lambda one: one[0])
+    rows = [row for _, row in found]
+    if len({row["cluster"] for row in rows}) < 2:
+        raise DataError(
+            f"the finished runs here do not vary {setting}; give the folders of all points of a sweep"
+        )
+    known = REGISTRY
+    for content in contents.values():
+        known = known.add_stored(content.get("metrics") or {})
+    name = metric or known.choose_main(row["metric"] for row in rows)
+    own = [one for one in compared if one[1].metric == name]
+    corrected = pairs.select_pairs([pair for _, pair in own], metric=name, cluster=cluster)
+    placed = [replace(pair, cluster=place) for (place, _), pair in zip(own, corrected, strict=True)]
+    return VariedResults(setting, known[name], rows, placed, notes)
+
+
+def find_value(config: Mapping[str, Any], name: str) -> Any:
+    """Find the value of a setting of a run; None where there is none.
+
+    Args:
+        config: of the run.
+        name: the name of the setting, or its path: `data.shift.0.concentration`.
+    """
+    method = (config.get("methods") or [config.get("method") or {}])[0]
+    if "." not in name:
+        places = method, config.get("local") or {}, config.get("data") or {}, config
+        return next((place[name] for place in places if name in place), None)
+    value: Any = config
+    path = name.split(".")
+    if path[0] == "methods":
+        # A path of one method has no value in the runs of another.
+        if path[1] not in (method.get("kind"), strip_settings(str(method.get("label")), path[-1:])):
+            return None
+        value, path = method, path[2:]
+    for key in path:
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value
+
+
+def split_setting(text: str) -> tuple[str, str]:
+    """Return the path of a setting and its name: "NAME=PATH", or the last part of the path.
+
+    Example:
+        >>> split_setting("alpha=data.shift.0.concentration"), split_setting("local.lr")
+        (('data.shift.0.concentration', 'alpha'), ('local.lr', 'lr'))
+    """
+    name, _, path = text.rpartition("=")
+    path = path.strip()
+    return path, name.strip() or path.rpartition(".")[-1]
+
+
+def format_value(name: str, value: Any) -> str:
+    """Return a setting with its value, such as "alpha = 0.1"."""
+    return f"{name} = {value:g}" if isinstance(value, float) else f"{name} = {value}"
+
+
+def strip_settings(label: str, settings: Sequence[str]) -> str:
+    """Return the label of a point of a sweep without the values of some settings.
+
+    Example:
+        >>> strip_settings("Inverse loss, tau=30", ["tau"])
+        'Inverse loss'
+    """
+    for one in settings:
+        # A label has the last part of a path.
+        name = re.escape(one.rpartition(".")[-1])
+        label = re.sub(rf"[\s,]*\b{name}=[^\s,]*", "", label)
+    return label or settings[0].rpartition(".")[-1]
