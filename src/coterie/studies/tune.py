@@ -226,8 +226,9 @@ def tune_study(
                 add_trial(job)
             wider = dict(grids)
             for label, rounds in trained.items():
-                own = [t for t in trials.values() if (t.label, t.rounds) == (label, rounds)]
-                found = [trial for trial in own if trial.point in points[label]]
+                # In the order of the plan, not in that in which they ended: the first of equals wins.
+                own = [trials[job] for job in jobs if trials[job].label == label]
+                found = [t for t in own if t.rounds == rounds and t.point in points[label]]
                 ranked = _rank_points(label, found, grids[label])
                 choices[label] = ranked[0]
                 if budget is None:

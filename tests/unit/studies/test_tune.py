@@ -129,6 +129,23 @@ def test_tuning_goes_on_after_a_stop_with_the_trials_that_have_ended(study, tmp_
     assert set(stopped) <= set(again.trials)
 
 
+def test_of_equal_choices_the_first_wins_whichever_ended_first(study, tmp_path):
+    """The second call finds the trial of the first choice, and runs that of the second."""
+
+    def stop(trial):
+        if dict(trial.point) == {"checkpoint_seconds": 7.0} and trial.label == "Random":
+            raise Stopped
+
+    grid = {"methods.Random.checkpoint_seconds": [7.0, 8.0]}
+    with pytest.raises(Stopped):
+        tune.tune_study(study, grid, widenings=0, out=tmp_path, observer=stop)
+    again = tune.tune_study(study, grid, widenings=0, out=tmp_path)
+    random = [one for one in again.trials if one.label == "Random"]
+    assert len({one.value for one in random}) == 1
+    assert dict(again.choices[0].point) == {"checkpoint_seconds": 7.0}
+    assert [dict(one.point)["checkpoint_seconds"] for one in random] == [7.0, 8.0]
+
+
 def test_trials_of_other_data_are_refused(study, tmp_path, stopped):
     other = replace(study, data=replace(study.data, train=21))
     with pytest.raises(CheckpointError, match="train is 20 there and 21 here"):
