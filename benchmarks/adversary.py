@@ -44,6 +44,7 @@ from coterie._util.settings import to_toml
 from coterie.cli.app import main as run_command
 from coterie.cluster.blocks import ThreadBlocks, simulate_in_blocks
 from coterie.data.federation import Federation
+from coterie.data.source import is_images
 from coterie.engine import ENGINES
 from coterie.errors import CoterieError, TranslationError
 from coterie.exchange.faulty import Faulty
@@ -272,13 +273,17 @@ def check_engines(trial: Trial) -> None:
 def move_slightly(trial: Trial, sign: int) -> dict[str, Any]:
     """Return a study's data and training, moved by about the rounding of its numbers."""
     part = sign * {"float64": 4e-13, "float32": 4e-7}[trial.settings.dtype]
-    local, x = trial.settings.local, trial.federation.x
-    if x.is_floating_point():
-        draws = Rng(trial.seed).generator("adversary").uniform(-1, 1, size=tuple(x.shape))
-        x = x * (1 + part * torch.from_numpy(draws))
+    local, federation, changes = trial.settings.local, trial.federation, dict[str, Any]()
+    if federation.x.is_floating_point():
+        shape = tuple(federation.x.shape)
+        draws = Rng(trial.seed).generator("adversary").uniform(-1, 1, size=shape)
+        changes["x"] = federation.x * (1 + part * torch.from_numpy(draws))
+    elif is_images(federation.x[0, 0]):  # bytes: what they are divided by
+        changes["std"] = tuple((1 + part) * one for one in federation.std or (1.0,))
+        changes["mean"] = federation.mean or (0.0,)
     return {
         "local": dataclasses.replace(local, lr=local.lr * (1 + part)),
-        "federation": dataclasses.replace(trial.federation, x=x),
+        "federation": dataclasses.replace(federation, **changes),
     }
 
 

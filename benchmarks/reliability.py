@@ -38,7 +38,7 @@ from coterie.methods.dac import Dac
 from coterie.methods.fedavg import FedAvg
 from coterie.papers.compare import compare_each_two, compare_in_pairs, load_result, to_json
 from coterie.results import stored_runs
-from coterie.runtime import checkpoint, models
+from coterie.runtime import checkpoint
 from coterie.runtime.settings import Settings
 from coterie.simulation.run import FilesSaved
 from coterie.simulation.workers import fan_out
@@ -206,10 +206,8 @@ def corruptions(number: int, seed: int) -> list[dict[str, Any]]:
                 found, said = _read(copy, shown[source])
             else:
                 gone = copy / what.removeprefix("missing ")
-                optional = gone.name in (checkpoint.FILE, models.FILE)
-                unmissed = optional and checkpoint.is_done(
-                    gone.parent
-                )  # a finished run is whole so
+                # A finished run needs no checkpoint; its models are written again.
+                unmissed = gone.name == checkpoint.FILE and checkpoint.is_done(gone.parent)
                 kept = {
                     name: content
                     for name, content in right.items()

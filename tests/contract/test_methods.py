@@ -14,6 +14,7 @@ from tests.selection import one_of_each_family
 from torch import Tensor, nn
 
 from coterie.data.federation import Federation
+from coterie.engine.optim import LocalTraining
 from coterie.engine.task import Task
 from coterie.exchange.base import ExchangeWrapper, Inbox, Message, Rule
 from coterie.exchange.in_memory import InMemory
@@ -249,6 +250,21 @@ def test_the_server_may_be_at_any_host(kind: str):
     ):
         for server in range(len(groups)):
             assert torch.equal(run_grouped(federation, method, groups, server=server), whole)
+
+
+@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS)))
+def test_clients_of_unequal_numbers_of_samples_depend_on_no_grouping(kind: str):
+    """What a client draws does not depend on how many steps the others of its process take."""
+    federation, method = tiny_federation(), METHODS[kind](**SETTINGS.get(kind, {}))
+    split = federation.split.clone()
+    for client in (1, 4):
+        own = (split[client] == 0).nonzero().flatten()
+        split[client, own[2:]] = -1
+    unequal = replace(federation, split=split)
+    settings = tiny_settings(rounds=3, local=LocalTraining(epochs=2, batch_size=4))
+    whole = run_method(method, federation=unequal, settings=settings).state.params
+    groups = [[1], [0, 4], [5, 3, 2]]
+    assert torch.equal(run_grouped(unequal, method, groups, settings=settings), whole)
 
 
 @pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS)))

@@ -34,7 +34,6 @@ kind = "local"
 
 
 @pytest.mark.full
-@pytest.mark.xfail(reason="open: models that were deleted and written again have other bytes")
 def test_every_damage_ends_in_the_right_bytes_or_in_one_clear_line():
     rows = reliability.corruptions(32, seed=101)
     bad = [row for row in rows if row["outcome"].isupper()]

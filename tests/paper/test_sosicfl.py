@@ -552,7 +552,9 @@ def test_personal_models_keep_to_their_region_or_take_the_whole_simplex():
         own = offer.field_by_slot("center")[:, 0]
         expected = own if region == "own" else torch.full((12, 2), 0.5, dtype=own.dtype)
         assert not torch.allclose(own, torch.full_like(own, 0.5))
-        drawn = method.draw_points(rnd, method._personal_offer(offer), "alpha.personal", 200)
+        drawn = method.draw_points(
+            rnd, method._personal_offer(offer), "alpha.personal", [200] * len(rnd.ids)
+        )
         if region == "own":
             torch.testing.assert_close(drawn, own[:, None].expand_as(drawn))  # radius 0
         else:
@@ -639,7 +641,7 @@ def test_mixtures_are_drawn_exactly_or_as_the_code_does():
         _, offer = method.ask_server(
             rnd, method.reply, model_request(loop.state), loop.state.shared, evaluating=True
         )
-        found = method.draw_points(rnd, offer, "alpha", 5)
+        found = method.draw_points(rnd, offer, "alpha", [5] * len(rnd.ids))
         centers = loop.state.shared.centers[loop.state.shared.region].numpy()
         for client in range(12):
             stream, center = rnd.rng.generator("alpha", client), centers[client]

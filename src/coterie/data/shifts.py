@@ -510,7 +510,11 @@ class Visual(Shift):
     """
 
     kind: ClassVar[str] = "visual"
-    domains: Sequence[Literal["clean", "noise", "blur"]] = ("clean", "noise", "blur")
+    domains: Annotated[Sequence[Literal["clean", "noise", "blur"]], MinLen(1)] = (
+        "clean",
+        "noise",
+        "blur",
+    )
     sizes: Sizes | None = None
     assign: Assign = "blocks"
     sigma: NonNegativeFloat = 0.5

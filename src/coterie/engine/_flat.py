@@ -6,7 +6,6 @@ copied in before, and out afterwards, so that no bit of a result depends on wher
 which other clients are hosted.
 """
 
-import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from coterie._util.tensors import index_optional
 from coterie.engine._own_optimizer import make_custom_optimizer
 from coterie.engine.optim import LocalTraining, RowOptimizer
+from coterie.models.given import copy_deeply
 from coterie.models.layout import Layout, Slot, copy_module
 
 
@@ -189,7 +189,7 @@ def _copy_to_device(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of a module on a device; frozen weights are shared where they are there."""
     if all(one.device == device for one in module.parameters()):
         return copy_module(module)
-    return copy.deepcopy(module).to(device)
+    return copy_deeply(module).to(device)
 
 
 def _bind_parameter(module: nn.Module, parameter: nn.Parameter, view: Tensor) -> nn.Parameter:

@@ -5,9 +5,9 @@ It is made of the clients' data on a device (`client_data`), the model (`client_
 """
 
 import contextlib
-import copy
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from coterie._util.finite import not_finite
 from coterie._util.tensors import index_optional
+from coterie.data.coding import WHOLE
 from coterie.data.federation import Federation
 from coterie.engine._base import MODULE_ERRORS, Engine, metric_names
 from coterie.engine._choice import default_block, make_engine
@@ -30,6 +31,7 @@ from coterie.errors import ConfigError, ModelError
 from coterie.exchange.base import Inbox
 from coterie.functional import metrics
 from coterie.functional.losses import Loss, default_loss
+from coterie.models.given import copy_deeply
 from coterie.models.layout import Layout
 from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
@@ -104,7 +106,8 @@ class Task:
         if model.output:
             _check_output_is_needed(layout, x)
         # Before the trial of an engine, so that the message names outputs and targets.
-        _check_outputs(layout, loss, data, x)
+        given = client_model.keeps_given or client_model.init == "given"
+        _check_outputs(layout, loss, data, x, given)
         # What goes with the loss is measured once.
         own = metric_names(loss)
         extra = tuple(metric for metric in model.metrics if metric.name not in own)
@@ -292,8 +295,8 @@ class Task:
             rng, local, optimizer=optimizer, purpose=purpose, only=only
         )
 
-    def count_steps(self, local: LocalTraining) -> int:
-        """Return the most optimizer steps any hosted client takes in one local training."""
+    def count_steps(self, local: LocalTraining) -> list[int]:
+        """Return the optimizer steps of each hosted client in one local training."""
         return self.trainer.count_steps(local)
 
     def train_pooled(
@@ -384,7 +387,7 @@ def _check_output_is_needed(layout: Layout, x: Tensor) -> None:
     """Refuse the name of an entry where the module returns a tensor in both of its modes."""
     seen: list[bool] = []
     for module in (layout.train_module, layout.eval_module):
-        trial = copy.deepcopy(module)
+        trial = copy_deeply(module)
         trial.register_forward_hook(
             lambda _module, _args, returned: seen.append(isinstance(returned, Tensor)), prepend=True
         )
@@ -402,8 +405,10 @@ def _check_output_is_needed(layout: Layout, x: Tensor) -> None:
         )
 
 
-def _check_outputs(layout: Layout, loss: Loss, data: ClientData, x: Tensor) -> None:
-    """Refuse outputs and targets that the loss does not take.
+def _check_outputs(
+    layout: Layout, loss: Loss, data: ClientData, x: Tensor, keeps_given: bool
+) -> None:
+    """Refuse outputs and targets that the loss does not take, or that mean other classes.
 
     A module that fails on the inputs is left to the engines, which say where it does.
     """
@@ -418,6 +423,41 @@ def _check_outputs(layout: Layout, loss: Loss, data: ClientData, x: Tensor) -> N
         raise ModelError(
             f"the module has {outputs.shape[-1]} outputs; expected {classes}, one a class"
         )
+    if loss.targets == "class":
+        _check_meaning(outputs.shape[-1], data.federation.class_names, keeps_given)
     for samples in (data.samples, *data.tests):
         if len(samples):
             loss.check_data(outputs, samples.y)
+
+
+def _check_meaning(outputs: int, names: Sequence[str], keeps_given: bool) -> None:
+    """Say that classes are numbered in another way than outputs may be.
+
+    Labels 0 and 2 are the classes 0 and 1. A module of three outputs may have been made for labels
+    as they are, and one that was trained so would be scored by another class than it says.
+
+    Args:
+        outputs: of the module.
+        names: of the classes; those of renumbered labels are whole numbers.
+        keeps_given: whether the module's own weights are the first models.
+
+    Raises:
+        ModelError: for weights that were given, where each label is the number of an output.
+    """
+    if outputs <= len(names) or not all(WHOLE.fullmatch(name) for name in names):
+        return
+    labels = [int(name) for name in names]
+    place = next((i for i, label in enumerate(labels) if i != label), None)
+    if place is None:  # they are the numbers of their classes
+        return
+    known = min(labels) >= 0 and max(labels) < outputs
+    said = (
+        f"the module has {outputs} outputs, and the labels {', '.join(names[:5])}"
+        f"{', ...' * (len(names) > 5)} are the classes 0 to {len(names) - 1} in this order: output "
+        f"{place} is that of label {labels[place]}; give "
+        + f"classes = {outputs}, which keeps labels as they are, or " * known
+        + f"a module of {len(names)} outputs"
+    )
+    if known and keeps_given:
+        raise ModelError(f"{said} (its weights are given, and their outputs have a meaning)")
+    warnings.warn(said, stacklevel=2)

@@ -1,6 +1,5 @@
 """Local training of hosted clients: batches, draws, privacy, optimizer state."""
 
-import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -32,6 +31,7 @@ from coterie.errors import ConfigError, ModelError
 from coterie.functional import metrics
 from coterie.functional.losses import Loss
 from coterie.models.draws import KeyedDraws
+from coterie.models.given import copy_deeply
 from coterie.models.layout import Layout
 from coterie.rng import Rng
 
@@ -198,10 +198,10 @@ class Trainer:
             only=only,
         )
 
-    def count_steps(self, local: LocalTraining) -> int:
-        """Return the most optimizer steps any client takes in one local training."""
+    def count_steps(self, local: LocalTraining) -> list[int]:
+        """Return the optimizer steps of each client in one local training."""
         samples = self.data.count_samples("train").tolist()
-        return max((count_steps(local, number) for number in samples), default=0)
+        return [count_steps(local, number) for number in samples]
 
     def init_optimizer_state(self, local: LocalTraining, tracks: int = 1) -> OptimizerState:
         """Return the state of the optimizers before the first step.
@@ -382,7 +382,7 @@ class Trainer:
             # A copy, since a forward pass in training mode changes running statistics; with a key
             # of its own, since it must not draw from anybody's stream.
             with torch.no_grad(), KeyedDraws(torch.tensor(0, device=x.device)):
-                copy.deepcopy(self.layout.train_module)(x)
+                copy_deeply(self.layout.train_module)(x)
         except ValueError as error:
             # The text of the error is that of PyTorch's batch normalization.
             return "more than 1 value per channel" not in str(error)
@@ -397,7 +397,8 @@ class Trainer:
             ModelError: for batch normalization, or a loss that joins the samples of a batch.
             ConfigError: for a delta of 1 / training samples of a client, or more.
         """
-        if local.dp_settings is None:
+        # A block hosts none of the clients of some rounds.
+        if local.dp_settings is None or not len(self.data):
             return
         for name, part in self.layout.train_module.named_modules():
             if _joins_samples(part):

@@ -1,7 +1,7 @@
 r"""SosicFL, SosicFL-All (endpoints in all layers) and SosicFL+ (personal models)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from coterie.engine.optim import LocalTraining
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
@@ -296,37 +297,47 @@ class SimplexMethod(OneModel):
         return simplex.sample_region
 
     def draw_points(
-        self, rnd: Round, offer: Inbox, purpose: str, count: int
+        self, rnd: Round, offer: Inbox, purpose: str, counts: Sequence[int]
     ) -> Float[Tensor, "clients count topics"]:
-        """Draw points from each client's region, from the client's own stream."""
+        """Draw points from each client's region, from the client's own stream.
+
+        Args:
+            rnd: the round.
+            offer: the server's answer, with the regions.
+            purpose: names the streams.
+            counts: points of each client. Where others have more, its center fills the rest.
+        """
         sample = self._region_sampler()
         # The answer has one slot for each client.
         center, radius = (
             offer.field_by_slot("center")[:, 0].cpu(),
             offer.field_by_slot("radius")[:, 0].tolist(),
         )
-        # Client by client, each from its own stream: the draws do not depend on who else is hosted.
-        out = torch.empty(len(center), count, self.endpoints, dtype=torch.float64)
-        for row, client in enumerate(rnd.ids.tolist()):
-            out[row] = sample(rnd.rng.generator(purpose, client), center[row], radius[row], count)
+        # Client by client, each from its own stream and as many as it needs, since a sampler draws
+        # other points where it is asked for more: the draws do not depend on who else is hosted.
+        out = center.double()[:, None].repeat(1, max(counts, default=0), 1)
+        for row, (client, count) in enumerate(zip(rnd.ids.tolist(), counts, strict=True)):
+            stream = rnd.rng.generator(purpose, client)
+            out[row, :count] = sample(stream, center[row], radius[row], count)
         return out
 
     def draw_alpha_inputs(
-        self, rnd: Round, offer: Inbox, purpose: str, steps: int
+        self, rnd: Round, offer: Inbox, purpose: str, local: LocalTraining
     ) -> dict[str, Tensor]:
         """Return the input buffers of a local training: one mixture a step, or one a sample."""
         # A mixture for each place of a batch; short batches leave some unused.
         each = rnd.local.batch_size if self.per_sample else 1
-        alpha = self.draw_points(rnd, offer, purpose, steps * each).to(
-            rnd.task.device, rnd.task.dtype
-        )
+        steps = rnd.task.count_steps(local)
+        alpha = self.draw_points(rnd, offer, purpose, [number * each for number in steps])
+        if self.per_sample:
+            alpha = alpha.unflatten(1, (max(steps, default=0), each))
         return simplex_layers.alpha_inputs(
-            rnd.task.layout, alpha.unflatten(1, (steps, each)) if self.per_sample else alpha
+            rnd.task.layout, alpha.to(rnd.task.device, rnd.task.dtype)
         )
 
     def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Train the simplex, each step at another of its points."""
-        inputs = self.draw_alpha_inputs(rnd, reply, "alpha", rnd.task.count_steps(rnd.local))
+        inputs = self.draw_alpha_inputs(rnd, reply, "alpha", rnd.local)
         return rnd.train(state, inputs=inputs)
 
     def compose_models(
@@ -336,7 +347,7 @@ class SimplexMethod(OneModel):
         alpha = (
             offer.field_by_slot("center")
             if self.test_samples == 1
-            else self.draw_points(rnd, offer, "alpha.test", self.test_samples)
+            else self.draw_points(rnd, offer, "alpha.test", [self.test_samples] * len(rnd.ids))
         )
         return simplex_layers.compose_endpoints(rnd.task.layout, rows, alpha)
 
@@ -487,9 +498,7 @@ class SosicFlPlus(SimplexMethod):
             return trained, info
         memory: PersonalSimplex = state.memory
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
-        inputs = self.draw_alpha_inputs(
-            rnd, self._personal_offer(reply), "alpha.personal", rnd.task.count_steps(local)
-        )
+        inputs = self.draw_alpha_inputs(rnd, self._personal_offer(reply), "alpha.personal", local)
         # A copy where some client has no personal model yet; only a copy may be trained in place.
         own = _own_or_received(memory, state.params)
         personal, more = rnd.train(

@@ -3,16 +3,18 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.utils import parametrize
 from torch.nn.utils.weight_norm import WeightNorm
 
 from coterie.data.source import InputPart
 from coterie.errors import ModelError
 
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
 RETURN_HINT = ": is a `return` missing?"
 
 
@@ -80,7 +82,7 @@ def _copy_lazy_module(module: nn.Module) -> nn.Module:
         if isinstance(buffer, UninitializedBuffer):
             made = UninitializedBuffer(device=buffer.device, dtype=buffer.dtype)  # type: ignore[call-arg]
             memo[id(buffer)] = made
-    return copy.deepcopy(module, memo)
+    return copy_deeply(module, memo)
 
 
 class ModuleMaker:
@@ -149,9 +151,22 @@ class ModuleMaker:
         )
 
 
+def copy_deeply(module: ModuleType, memo: dict[int, Any] | None = None) -> ModuleType:
+    """Return a deep copy of a module; see `copy.deepcopy`.
+
+    A recurrent layer lists its weights a second time. The list of a parametrized one has what
+    autograd computed, which `copy.deepcopy` refuses: it is computed again, without gradients.
+    """
+    with torch.no_grad():
+        for part in module.modules():
+            if isinstance(part, nn.RNNBase) and parametrize.is_parametrized(part):
+                part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]
+        return copy.deepcopy(module, memo)
+
+
 def redraw_weights(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose layers have drawn their weights again, in order."""
-    module = copy.deepcopy(module)
+    module = copy_deeply(module)
     for _, reset in _iterate_resets(module):
         reset()
     return module

@@ -35,6 +35,7 @@ from coterie.models.given import (
     RETURN_HINT,
     ModuleMaker,
     check_module,
+    copy_deeply,
     list_lazy_tensors,
     redraw_weights,
 )
@@ -109,7 +110,7 @@ def _find_aliases(module: nn.Module) -> dict[str, str]:
 
 def copy_module(module: nn.Module) -> nn.Module:
     """Return a copy of a module that has the original's own frozen weights."""
-    return copy.deepcopy(
+    return copy_deeply(
         module, {id(one): one for one in module.parameters() if not one.requires_grad}
     )
 
@@ -209,7 +210,7 @@ class Layout:
         self.dtype, self.arguments, self.original = dtype, arguments or InputConversion(), module
         self.output = output or OutputConversion()
         _refuse_complex(module)
-        self.train_module = _convert_numbers(copy.deepcopy(module), dtype).train()
+        self.train_module = _convert_numbers(copy_deeply(module), dtype).train()
         if self.arguments != InputConversion():
             self.train_module.register_forward_pre_hook(
                 self.arguments, with_kwargs=True, prepend=True
@@ -285,7 +286,11 @@ class Layout:
             # A tied tensor has one slot and several names; a parametrized one is also known by its
             # layer's name.
             every.setdefault(id(tensor), []).append(name)
-            plain = name.replace("parametrizations.", "").removesuffix(".original")
+            while name.endswith(".original"):  # a parametrization of one tensor: the last first
+                owner, _, rest = name.rpartition("parametrizations.")
+                name = owner + rest.removesuffix(".original")
+                every[id(tensor)].append(name)
+            plain = name.replace("parametrizations.", "")
             every[id(tensor)] += [plain] if plain != name else []
         own = dict(self.train_module.named_parameters())
         return {
@@ -421,7 +426,7 @@ class Layout:
             row: one model.
             dtype: floating-point type of the copy; the module's own when None.
         """
-        module = copy.deepcopy(self.original).cpu()
+        module = copy_deeply(self.original).cpu()
         module = (module if dtype is None else module.to(dtype)).eval()
         return fill_module(module, {**self.other_tensors(), **self.split_rows(row)})
 

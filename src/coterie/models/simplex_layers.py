@@ -5,7 +5,6 @@ $\sum_m \alpha_m \Theta_m$; $\alpha$ is an input buffer, set in every step. Endp
 ordinary parameters: they are trained, averaged and sent like all others.
 """
 
-import copy
 import math
 from collections.abc import Callable
 
@@ -16,6 +15,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrize
 
 from coterie.errors import ModelError
+from coterie.models.given import copy_deeply
 from coterie.models.layout import Layout, ModelFactory, Slot, layer_of, module_of
 from coterie.rng import Rng
 
@@ -61,7 +61,7 @@ class SimplexHead(nn.Module):
             raise ModelError(
                 "a simplex head takes convolutions without groups, and without test samples"
             )
-        self._layer = [copy.deepcopy(layer)]  # a prototype, no part of the module
+        self._layer = [copy_deeply(layer)]  # a prototype, no part of the module
         self.endpoints, self.shared_bias, self.gain, self.ensemble = (
             endpoints,
             not bias,
@@ -200,7 +200,7 @@ def simplex_all(source: ModelFactory, endpoints: int) -> ModelFactory:
 
 def _apply_to_model(source: ModelFactory, change: Callable[[nn.Module], nn.Module]) -> ModelFactory:
     if isinstance(source, nn.Module):
-        return change(copy.deepcopy(source))
+        return change(copy_deeply(source))
     return lambda: change(source())
 
 
@@ -277,7 +277,8 @@ def remove_endpoints(
             # The plain module stands at the barycenter of its endpoints.
             values, shape = gain * values.unflatten(1, (shape[0], -1)).mean(1), shape[1:]
             if path not in heads:  # "0.parametrizations.weight.original" is the layer's weight
-                owner, _, tensor = path.partition("parametrizations.")
+                # The last one: a tensor that was parametrized already has endpoints too.
+                owner, _, tensor = path.rpartition("parametrizations.")
                 name = owner + tensor
         slots.append(Slot(name, shape, position, position + values.shape[1]))
         parts.append(values)

@@ -4,7 +4,6 @@ Everything here is written from PyTorch's documentation alone. It uses no layout
 engine and no optimizer of the package, so that a fault of theirs is not here too.
 """
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from coterie.data.source import is_images
 from coterie.engine.optim import LocalTraining
 from coterie.engine.task import Task
 from coterie.functional.losses import Loss, cast_targets
+from coterie.models.given import copy_deeply
 from coterie.models.layout import Layout, make_template
 from coterie.rng import EVERYONE, Rng
 
@@ -62,7 +62,7 @@ class PlainModule:
         """Take a copy of the given module, or make one as round 0 does."""
         make, init, given = task.model.make, task.model.init, True
         if isinstance(make, nn.Module):
-            module, given = copy.deepcopy(make), init != "redrawn"
+            module, given = copy_deeply(make), init != "redrawn"
             if not given:
                 lines.append("the given module's weights are drawn again (init = 'redrawn')")
         elif init == "given":

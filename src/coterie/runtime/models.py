@@ -5,7 +5,6 @@ module that was trained, what inputs it takes and what its outputs mean. The fil
 models that the checkpoint does not hold.
 """
 
-import copy
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,7 @@ from coterie.errors import (
 )
 from coterie.functional.losses import to_probabilities
 from coterie.functional.scores import Form
+from coterie.models.given import copy_deeply
 from coterie.models.layout import (
     InputConversion,
     ModelSource,
@@ -250,7 +250,7 @@ class Models(Described):
             if isinstance(tensor, nn.Parameter):
                 alias = nn.Parameter(alias, requires_grad=tensor.requires_grad)
             memory[id(tensor)] = alias
-        module = copy.deepcopy(blank, memory)
+        module = copy_deeply(blank, memory)
         entries = [*self.spec.state, *self.spec.hidden]
         if shared:
             entries = [one for one in entries if one.start >= 0]
@@ -259,7 +259,7 @@ class Models(Described):
     @cached_property
     def _blank_module(self) -> tuple[nn.Module, list[Tensor]]:
         """A module with the values that all clients share, and the tensors that are not copied."""
-        module, shared = copy.deepcopy(self._make_template()).cpu().eval(), []
+        module, shared = copy_deeply(self._make_template()).cpu().eval(), []
         if not self.spec.frozen:
             return module, shared
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -480,6 +480,8 @@ def collect_models(
         # Otherwise the file of models holds the rows itself.
         tensors.setdefault(evaluated, (FILE, _ROWS))
     state, hidden, fixed = _list_entries(own, slots, layout.other_tensors())
+    lost = {slot.name for slot in slots} - {one.name for one in (*state, *hidden)}
+    assert missing or not lost, f"trained tensors are in no model taken home: {sorted(lost)}"
     recipe = SavedModelSpec(
         label=label,
         method=loop.method.kind,

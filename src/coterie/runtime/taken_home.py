@@ -1,6 +1,5 @@
 """The check of models that are taken home: each predicts its test set again, in plain PyTorch."""
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from coterie.data.rows import read_inputs
 from coterie.engine.task import Task
 from coterie.errors import TranslationError
 from coterie.functional.metrics import LOSS
+from coterie.models.given import copy_deeply
 from coterie.rng import Rng
 from coterie.runtime._plain import PURPOSE, PlainModule
 from coterie.runtime.final_metrics import select_final_tests
@@ -106,7 +106,7 @@ def _compare_scores(
         if not gap <= limit:
             # What rounding does: the same module with weights off by some units of the last place.
             for seed in range(_TRIALS):
-                plain.module = _shake(copy.deepcopy(module), 4 * UNITS[roundoff], seed)
+                plain.module = _shake(copy_deeply(module), 4 * UNITS[roundoff], seed)
                 again = _score(plain, federation, test)[metric]
                 limit = max(limit, 8 * abs(again - value))
         if not gap <= limit:

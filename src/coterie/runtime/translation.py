@@ -11,12 +11,13 @@ Nothing here uses a layout's modules, engines or optimizers on the plain side, s
 theirs is on one side alone. No draw comes from a stream of the run, and no state of it is changed.
 """
 
-import copy
 import math
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,17 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
 
+import coterie.engine
 from coterie.data.federation import SPLITS, TRAIN, Federation
 from coterie.data.rows import Inputs, read_inputs
 from coterie.engine.client_data import ClientData, RawSamples
 from coterie.engine.optim import GRADIENT_ONLY, LocalTraining, OptimizerState
 from coterie.engine.task import Task
 from coterie.errors import CoterieError, OutOfMemory, TranslationError, first_line
+from coterie.models.given import copy_deeply
 from coterie.models.layout import Layout
 from coterie.rng import Rng
+from coterie.runtime import _plain
 from coterie.runtime._plain import PURPOSE, PlainModule, PlainOptimizer, Values, prepare_inputs
 
 _SAMPLES = 16  # of each client: half a usual batch, so that all comes to about two steps of one
@@ -102,16 +106,25 @@ def check_translation(
             compared, samples = _compare(task, federation, local, rng, lines)
     except CoterieError:
         raise
-    # A module that trains, and fails here, is another than what trains.
     except Exception as error:
         if OutOfMemory.matches(error):
             raise
-        raise TranslationError(
-            f"the module in plain PyTorch raises {type(error).__name__} ({first_line(error)}) on "
-            f"samples that the {engine} engine trains; {_ADVICE}"
-        ) from error
+        raise TranslationError(_name_culprit(error, engine)) from error
     seconds = time.perf_counter() - started
     return Translation(compared, tuple(lines), engine, samples, seconds)
+
+
+def _name_culprit(error: Exception, engine: str) -> str:
+    """Say which side has raised an error: the files that it came through show it."""
+    files = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)}
+    said = f"raises {type(error).__name__} ({first_line(error)})"
+    if _plain.__file__ in files:
+        # A module that trains, and fails here, is another than what trains.
+        return f"the module in plain PyTorch {said} on samples that the {engine} engine trains; {_ADVICE}"
+    folder = str(Path(coterie.engine.__file__).parent)
+    if any(file.startswith(folder) for file in files):
+        return f"the {engine} engine {said} on samples that the module in plain PyTorch takes; {_ADVICE}"
+    return f"the check of the translation {said}; check = false runs without it: please report it"
 
 
 def _compare(
@@ -526,17 +539,24 @@ class _Comparison:
         out[:, trained] += size * out[:, trained] * noise.to(out)
         return out
 
-    def run_plain(self, rows: Tensor, *, training: bool) -> list[Values]:
-        """Return what the module computes at each of some rows."""
+    def run_plain(self, rows: Tensor, *, training: bool, private: bool = False) -> list[Values]:
+        """Return what the module computes at each of some rows; no buffers, where it is private."""
         found, layout = [], self.ours.task.layout
         for row, x, y in zip(rows, self.ours.inputs(), self.ours.targets(), strict=True):
             self.plain.load(layout, row)
             run = self.plain.train if training else self.plain.evaluate
-            found.append(run(self.ours.federation, x, y))
+            values = run(self.ours.federation, x, y)
+            left_out = "buffer" if private else "none"
+            found.append({k: v for k, v in values.items() if not k.startswith(left_out)})
         return found
 
     def compare(
-        self, rows: Tensor, own: Callable[[Tensor], list[Values]], *, training: bool
+        self,
+        rows: Tensor,
+        own: Callable[[Tensor], list[Values]],
+        *,
+        training: bool,
+        private: bool = False,
     ) -> None:
         """Compare at some weights, and where it differs, at others near them.
 
@@ -547,7 +567,8 @@ class _Comparison:
         for size in (0.0, 1e-3, 1e-3):
             at = self.shake(rows, size) if size else rows
             seen: dict[str, float] = {}
-            pairs = list(zip(own(at), self.run_plain(at, training=training), strict=True))
+            plain = self.run_plain(at, training=training, private=private)
+            pairs = list(zip(own(at), plain, strict=True))
             gaps = [gap for a, b in pairs for gap in _find_gaps(a, b, self.limit, None, seen)]
             if gaps:
                 moved = self.run_plain(self.shake(at, self.unit), training=training)
@@ -565,10 +586,23 @@ class _Comparison:
         where = self.find_layer(rows[0], training)
         raise TranslationError(f"{first}; engine {self.ours.task.engine.name}{where}: {_ADVICE}")
 
+    def list_changed_buffers(self, row: Tensor) -> str:
+        """Return the names of the buffers that a plain step changes; "" where it changes none."""
+        before = self.ours.task.layout.split_rows(row)
+        self.plain.load(self.ours.task.layout, row)
+        after = self.plain.train(
+            self.ours.federation, self.ours.inputs()[0], self.ours.targets()[0]
+        )
+        changed = [
+            name for name, value in before.items()
+            if not torch.equal(after.get(f"buffer {name}", value).to(value), value)
+        ]  # fmt: skip
+        return ", ".join(changed)
+
     def find_layer(self, row: Tensor, training: bool) -> str:
         """Name the first layer of the trained copy that takes or returns something else."""
         layout, x = self.ours.task.layout, self.ours.inputs()[0]
-        own = copy.deepcopy(layout.train_module if training else layout.eval_module)
+        own = copy_deeply(layout.train_module if training else layout.eval_module)
         self.plain.load(layout, row)
         self.plain.module.train(training)
         inputs = {name: value[0] for name, value in layout.zero_inputs(1).items()}
@@ -667,7 +701,8 @@ class _Comparison:
         def mean_loss(part: slice) -> float:
             return float(self.plain.train(federation, x[part], y[part])["training loss"])
 
-        if count < 2:
+        # Halves of one sample are no batches: a normalization refuses them, as it does in a run.
+        if half < 2:
             return
         whole = mean_loss(slice(None))
         parts = half * mean_loss(slice(half)) + (count - half) * mean_loss(slice(half, None))
@@ -692,6 +727,7 @@ class _Comparison:
         # Steps are proportional to the rate; one that is too large for numbers proves nothing.
         local = replace(local, dp=None, lr=min(local.lr, 1.0))
         slots = [slot for slot in layout.slots if slot.stop <= layout.trainable]
+        kept = [slot for slot in layout.slots if slot.start >= layout.trainable]
         after, _, _ = self.ours.step(rows, local, steps)
         at, clear = rows.clone(), torch.ones_like(rows[:, : layout.trainable], dtype=torch.bool)
         views = [[row[s.start : s.stop].view(s.shape) for s in slots] for row in at]
@@ -700,6 +736,8 @@ class _Comparison:
         least = min(1e4 * self.unit, 0.5)
         for _ in range(steps):
             for number, values in enumerate(self.ours.train(at)):
+                for slot in kept:  # the next step starts from the buffers that this one left
+                    at[number, slot.start : slot.stop] = values[f"buffer {slot.name}"].flatten()
                 slopes = [values[f"gradient of {slot.name}"] for slot in slots]
                 flat = torch.cat([slope.flatten() for slope in slopes]).abs()
                 clear[number] &= flat > least * flat.max()
@@ -814,8 +852,13 @@ def _compare_values(
         if not slow:
             both.compare_epoch(rows[0])
         if local.dp is not None:
-            both.compare(rows, lambda at: ours.train(at, private=True), training=True)
+            both.compare(rows, lambda at: ours.train(at, private=True), training=True, private=True)
     if local.dp is not None:
         lines.append("private training: gradients are compared before clipping and noise")
+        kept = both.list_changed_buffers(rows[0])
+        if kept:
+            lines.append(
+                f"private training leaves {kept} as they are, and others would change them"
+            )
     if local.lr > 0:
         both.compare_steps(rows, local, steps=1 if random or slow else 2)

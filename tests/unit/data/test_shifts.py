@@ -512,6 +512,7 @@ def test_what_is_left_over_goes_around_the_end():
             [{"kind": "visual", "domains": ["fog"]}],
             "domains is .*expected a list of 'clean', 'noise' or 'blur'",
         ),
+        ([{"kind": "visual", "domains": []}], r"domains is \[\]; expected .*, 1 or more of them"),
     ],
 )
 def test_a_shift_that_cannot_be_is_refused_in_one_line(shifts, message):

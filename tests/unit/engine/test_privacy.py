@@ -134,6 +134,14 @@ def test_who_is_hosted_beside_changes_no_bit(engine):
     assert torch.equal(together, apart)
 
 
+def test_a_block_may_host_none_of_the_clients_of_a_round():
+    settings = replace(tiny_settings(rounds=2), local=SGD, engine="loop", participation=1)
+    data = tiny_federation()
+    whole = run_grouped(data, Local(), [[0, 1, 2, 3, 4, 5]], settings=settings)
+    apart = run_grouped(data, Local(), [[0], [1, 2, 3], [4, 5]], settings=settings)
+    assert torch.equal(whole, apart)
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_step_by_step_is_train(engine, optimizer):

@@ -125,6 +125,43 @@ class Narrow(nn.Linear):
         nn.init.normal_(self.weight, std=0.02)
 
 
+def renumbered(labels=(0, 2), **given):
+    """Data of two clients whose labels are not the numbers from 0."""
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=(40, 4))).float()
+    y = [labels[i // 2 % len(labels)] for i in range(40)]
+    return coterie.from_arrays(x, y, clients=[i % 2 for i in range(40)], **given)
+
+
+def test_given_outputs_of_labels_as_they_are_are_not_trained_as_other_classes():
+    """Labels 0 and 2 are the classes 0 and 1, and output 2 of the module says that it is label 2."""
+    module = nn.Linear(4, 3)
+    words = r"3 outputs, and the labels 0, 2 are the classes 0 to 1 .*output 1 is that of label 2"
+    with pytest.raises(ModelError, match=words):
+        start(module, data=renumbered())
+    with pytest.warns(UserWarning, match="'redrawn'"), pytest.warns(UserWarning, match=words):
+        start(module, data=renumbered(), init="redrawn")
+    with pytest.raises(ModelError, match=r"give classes = 3, which keeps labels as they are, or"):
+        start(lambda: module, data=renumbered(), init="given")
+    with pytest.warns(UserWarning, match=r"classes = 3"):
+        start(lambda: nn.Linear(4, 3), data=renumbered())
+    # Label 10 is not the number of an output: no output can mean it.
+    with pytest.warns(UserWarning, match=r"labels 5, 10 are .*; give a module of 2 outputs"):
+        start(module, data=renumbered((5, 10)))
+
+
+@pytest.mark.parametrize("init", ["shared", "redrawn"])
+@pytest.mark.parametrize(
+    ("labels", "given", "outputs"),
+    [((0, 2), {"classes": 3}, 3), ((0, 2), {}, 2), ((0, 1), {}, 3), (("a", "c"), {}, 3)],
+)
+def test_outputs_that_can_mean_their_classes_alone_are_nothing_to_say(labels, given, outputs, init):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*init = 'redrawn'")
+        run = start(nn.Linear(4, outputs), data=renumbered(labels, **given), init=init)
+    assert run.params.isfinite().all()
+
+
 def test_an_initialization_of_ones_own_holds_for_a_module_and_for_a_class():
     """For a class too under each client's stream, where models differ."""
     x, y = torch.randn(60, 60), torch.arange(60) % 40
@@ -392,6 +429,58 @@ def test_modules_that_cannot_be_trained_are_one_line(make, text):
 def test_parametrized_weight_norm_is_trained():
     run = start(lambda: parametrizations.weight_norm(nn.Linear(4, 3)), rounds=1)
     assert run.params.isfinite().all()
+
+
+class Sequence(nn.Module):
+    """A recurrent layer, whose weights PyTorch lists a second time."""
+
+    def __init__(self, normalized=True):
+        super().__init__()
+        self.layer, self.head = nn.LSTM(1, 5, batch_first=True), nn.Linear(5, 3)
+        if normalized:
+            parametrizations.weight_norm(self.layer, "weight_hh_l0")
+
+    def forward(self, x):
+        return self.head(self.layer(x[:, :, None])[0][:, -1])
+
+
+def test_a_recurrent_layer_with_computed_weights_is_trained_as_pytorch_does():
+    data, module = tiny_federation(), Sequence()
+    module(torch.zeros(2, 4)).sum().backward()  # its list has what autograd computed
+    module.zero_grad()
+    local = coterie.LocalTraining(steps=3, batch_size=100, optimizer="sgd", lr=0.5)
+    given = {"rounds": 1, "local": local, "dtype": "float64", "engine": "loop"}
+    run = start(module, data=data, **given)
+    plain = Sequence().double()
+    plain.load_state_dict(module.state_dict())
+    own = data.split[0] == 0
+    x, y = data.x[0, own].double(), data.y[0, own]
+    for _ in range(3):
+        plain.zero_grad()
+        nn.functional.cross_entropy(plain(x), y).backward()
+        with torch.no_grad():
+            for one in plain.parameters():
+                one -= 0.5 * one.grad
+    found = run.model(0)
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(found.state_dict()[name].double(), value, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Sequence, lambda: Sequence(False), lambda: parametrizations.weight_norm(nn.Linear(4, 3))],
+    ids=["computed weights", "recurrent", "weight norm"],
+)
+def test_a_simplex_of_all_layers_is_taken_home_as_it_was_trained(make):
+    """Endpoints of tensors that are parametrized themselves; the check at the end compares scores."""
+    method = METHODS["sosicfl-all"](endpoints=3, regions=2)
+    local = coterie.LocalTraining(epochs=2, batch_size=4, optimizer="sgd", lr=0.3)
+    run = start(make, method, rounds=2, local=local, engine="loop")
+    x, y = tiny_federation().tests[0].x, tiny_federation().tests[0].y
+    with torch.no_grad():
+        loss = float(nn.functional.cross_entropy(run.model(0)(x.float()), y))
+    table = run.metrics[(run.metrics["split"] == "test") & (run.metrics["client"] == 0)]
+    assert loss == pytest.approx(table[table["metric"] == "loss"]["value"].iloc[-1], abs=1e-5)
 
 
 @pytest.mark.parametrize("made", [None, 3, "linear", [nn.Linear(4, 3)]])

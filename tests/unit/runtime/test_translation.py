@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import coterie
+from coterie.data.build import Split
 from coterie.engine import _batches
 from coterie.engine.client_model import ClientModel
 from coterie.engine.optim import OPTIMIZERS, LocalTraining
@@ -22,6 +23,7 @@ from coterie.models.layout import NETS
 from coterie.rng import Rng
 from coterie.runtime import loop as loops
 from coterie.runtime import models as stored
+from coterie.runtime import translation
 from coterie.runtime._plain import PlainOptimizer
 from coterie.runtime.settings import Settings
 from coterie.runtime.task import make_task
@@ -188,6 +190,27 @@ def test_a_fault_of_an_engine_is_named(monkeypatch, engine, change, words):
     task = build(stack(relu), engine)
     wrap_training(monkeypatch, task, change)
     with pytest.raises(TranslationError, match=words):
+        check(task)
+
+
+def fail(*_given, **_more):
+    raise ZeroDivisionError("no\nreason")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_error_is_put_to_the_side_that_raises_it(monkeypatch, engine):
+    task = build(stack(relu), engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(task.engine), "train", fail)
+        with pytest.raises(TranslationError, match=f"^the {engine} engine raises Zero.*no"):
+            check(task)
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.ReLU, "forward", fail)
+        wrong = replace(task, model=replace(task.model, make=stack(relu)))
+        with pytest.raises(TranslationError, match=r"^the module in plain PyTorch raises Zero"):
+            check(wrong)
+    monkeypatch.setattr(translation, "_take_samples", fail)
+    with pytest.raises(TranslationError, match=r"^the check of the translation raises Zero"):
         check(task)
 
 
@@ -374,6 +397,76 @@ def test_private_training_is_compared_by_gradients_of_single_samples():
     # What the check trained is charged to nobody.
     assert task.trainer.totals.seconds == 0
     assert not any(value.numel() for value in task.trainer.totals.privacy.snapshot().values())
+
+
+class Running(nn.Module):
+    """A buffer that a step changes, and of which the outputs of the next step depend."""
+
+    mean: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.full((12,), 0.5))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.mean += 0.3 * (x.mean(0) - self.mean)
+        return x * (1 + self.mean)
+
+
+class Watching(Running):
+    """A buffer that a step changes, and of which training does not depend."""
+
+    def forward(self, x):
+        super().forward(x)
+        return x if self.training else x * (1 + self.mean)
+
+
+IMPORTED = ("NAdam", "RAdam", "Adamax", "Rprop", "ASGD", "Adadelta")
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *(f"torch.optim:{one}" for one in IMPORTED)])
+def test_steps_from_changed_buffers_give_no_alarm_with_any_optimizer(optimizer):
+    """The second step of an engine starts from the buffers that its first one left."""
+    for engine in ENGINES[: 1 if ":" in optimizer else 2]:
+        local = LocalTraining(optimizer=optimizer, lr=0.05, batch_size=16)
+        data = make_task(DATA, FedAvg(), stack(Running, relu), Settings(engine=engine, local=local))
+        assert check(data, local=local).compared["optimizer"] < 1e-3
+
+
+def test_an_imported_optimizer_that_takes_other_steps_is_named(monkeypatch):
+    local = LocalTraining(optimizer="torch.optim:NAdam", lr=0.05, batch_size=16)
+    task = make_task(DATA, FedAvg(), stack(relu), Settings(engine="loop", local=local))
+    wrap_training(monkeypatch, task, drift)
+    with pytest.raises(TranslationError, match=r"optimizer torch.optim:NAdam: '0.weight'"):
+        check(task, local=local)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (4, 3), (5, 5), (9, 9), (30, 2)])
+@pytest.mark.parametrize("layer", [norm(), lambda: nn.GroupNorm(3, 12)], ids=["batch", "group"])
+def test_clients_of_few_samples_give_no_alarm(layer, sizes):
+    """Batches that a run makes, and no others, go through a normalization over them."""
+    stream = torch.Generator().manual_seed(2)
+    owners = [client for client, size in enumerate(sizes) for _ in range(size)]
+    x = torch.randn(len(owners), 6, generator=stream)
+    split = Split(validation_fraction=0.0)
+    data = coterie.from_arrays(
+        x, torch.arange(len(owners)) % 3, clients=owners, classes=3, split=split,
+        test=(x[:2], torch.arange(2)),
+    )  # fmt: skip
+    local = LocalTraining(batch_size=8, drop_last=True)
+    task = make_task(data, FedAvg(), stack(layer, relu), Settings(engine="loop", local=local))
+    assert check(task, data, local).samples == min(8, *sizes)
+
+
+def test_private_training_says_which_buffers_it_leaves():
+    local = replace(LOCAL, dp={"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5})
+    for engine in ENGINES:
+        settings = Settings(engine=engine, local=local)
+        task = make_task(DATA, FedAvg(), stack(Watching), settings)
+        found = check(task, local=local)
+        assert "private training leaves 1.mean as they are" in found.lines[-1]
 
 
 def test_inputs_of_several_tensors_and_frozen_weights_give_no_alarm():
