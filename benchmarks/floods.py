@@ -20,25 +20,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import netlab
+import outlaw
 import torch
-import zenoh
-from network_attack import attacker
 
 from coterie.exchange.base import Message
-from coterie.net.doorkeeper import Doorkeeper
-from coterie.net.engine_log import capture_engine_log
 from coterie.net.exchange import RemoteExchange
-from coterie.net.identity import split_address
+from coterie.net.grpc_transport import GrpcTransport, raise_file_limit
 from coterie.net.log import Log
 from coterie.net.outbox import Missing
 from coterie.net.post import Post, Terms
-from coterie.net.zenoh_transport import ZenohTransport, key_prefix, raise_file_limit
 from coterie.rng import Rng
 
 PORT = 28900
@@ -156,96 +152,106 @@ def silent_links(folder: Path, stop: Stop) -> None:
         stream.close()
 
 
-def _ask(
-    session: zenoh.Session, selector: str, open_: threading.Semaphore, payload: bytes | None = None
-) -> None:
-    """Ask without waiting for the answer, as long as not too many questions are open."""
-    if open_.acquire(timeout=0.5):
-        handler = zenoh.handlers.Callback(lambda reply: None, lambda: open_.release())
-        session.get(f"{key_prefix('local')}/{selector}", handler, payload=payload, timeout=2.0)
-
-
 def _questions(
-    folder: Path, stop: Stop, selector: Callable[[int], str], payload: bytes | None = None
+    folder: Path, stop: Stop, method: str, body: Callable[[int], bytes], *, read: bool = True
 ) -> None:
+    """Ask n0 without waiting for the answer, as long as not too many questions are open."""
+    who, _, own = netlab.credentials(folder, ATTACKER)
     open_ = threading.Semaphore(512)
-    with attacker(folder) as session:
+    with outlaw.channel_to(own, who.members[0]) as channel:
+        ask = channel.unary_stream(f"/{outlaw.SERVICE}/{method}")
         number = 0
         while not stop():
-            _ask(session, selector(number), open_, payload)
-            number += 1
+            if open_.acquire(timeout=0.5):
+                call = ask(body(number), timeout=2.0)
+                call.add_done_callback(lambda done: open_.release())
+                if read:
+                    threading.Thread(target=_read, args=(call,), daemon=True).start()
+                number += 1
+
+
+def _read(call: Any) -> None:
+    with suppress(outlaw.grpc.RpcError):
+        for _ in call:
+            pass
 
 
 def questions_how_it_is(folder: Path, stop: Stop) -> None:
     """A member asks for signed heads, 512 questions at a time."""
-    _questions(folder, stop, lambda number: f"n0/head/n2?n={number}")
+    _questions(folder, stop, "Head", lambda number: outlaw.question("local", nonce=str(number)))
 
 
 def questions_for_models(folder: Path, stop: Stop) -> None:
     """A member asks for the models of rounds that are coming, and for the newest, 512 questions at a time."""
-    _questions(folder, stop, lambda number: f"n0/model/n2?r={number % 400};x=0;c=0;w=3")
+    _questions(folder, stop, "Message", lambda n: outlaw.message("local", n % 400, 0, wait=3.0))
 
 
 def questions_for_the_roster(folder: Path, stop: Stop) -> None:
     """A member asks for the roster, 512 questions at a time."""
-    _questions(folder, stop, lambda number: "n0/roster/n2")
+    _questions(folder, stop, "Roster", lambda number: outlaw.question("local"))
 
 
 def questions_for_a_megabyte(folder: Path, stop: Stop) -> None:
     """A member measures its link to a node without end, 512 questions at a time; each answer is 1 MB."""
-    _questions(folder, stop, lambda number: "n0/probe/n2?r=-1;x=0;c=-1;w=3")
+    _questions(
+        folder, stop, "Message", lambda n: outlaw.message("local", -1, -1, wait=3.0, kind="probe")
+    )
 
 
 def answers_that_nobody_reads(folder: Path, stop: Stop) -> None:
     """A member asks for 512 MB and stops reading."""
-    with attacker(folder) as session:
-        while not session.info.transports():
-            threading.Event().wait(0.05)
-        for number in range(512):
-            session.get(
-                f"{key_prefix('local')}/n0/probe/n2?r={number};x=0;c=-1;w=3",
-                lambda reply: None,
-                timeout=20.0,
-            )
+    who, _, own = netlab.credentials(folder, ATTACKER)
+    with outlaw.channel_to(own, who.members[0]) as channel:
+        outlaw.call(channel, "Head", outlaw.question("local", nonce="1"))
+        ask = channel.unary_stream(f"/{outlaw.SERVICE}/Message")
+        calls = [
+            ask(outlaw.message("local", number, -1, wait=3.0, kind="probe"), timeout=20.0)
+            for number in range(512)
+        ]
         os.kill(os.getpid(), signal.SIGSTOP)
+        del calls
 
 
-def questions_of_others(folder: Path, stop: Stop) -> None:
-    """A member asks under another's name, which the access list denies."""
-    _questions(folder, stop, lambda number: f"n0/model/n1?r={number};x=0;c=0;w=3")
+def questions_without_a_body(folder: Path, stop: Stop) -> None:
+    """A member begins calls, and never asks."""
+    who, _, own = netlab.credentials(folder, ATTACKER)
+    over = threading.Event()
+
+    def silent() -> Iterator[bytes]:
+        over.wait()
+        yield from ()
+
+    with outlaw.channel_to(own, who.members[0]) as channel:
+        ask = channel.stream_stream(f"/{outlaw.SERVICE}/Head")
+        while not stop():
+            calls = [ask(silent(), timeout=10.0) for _ in range(100)]
+            threading.Event().wait(1.0)
+            for call in calls:
+                call.cancel()
+    over.set()
+
+
+def questions_that_cannot_be_read(folder: Path, stop: Stop) -> None:
+    """A member asks with lines of its choice in every field."""
+    line = '\n{"level": "error", "event": "refused", "peer": "n1"}\n'
+    _questions(folder, stop, "Message", lambda n: outlaw.question(f"local{line}", **{line: n}))
 
 
 def large_questions(folder: Path, stop: Stop) -> None:
     """A member asks questions of 4 MB each."""
-    _questions(folder, stop, lambda number: f"n0/head/n2?n={number}", bytes(4 << 20))
+    _questions(folder, stop, "Head", lambda number: bytes(4 << 20))
 
 
-def publications(folder: Path, stop: Stop) -> None:
-    """A member publishes, which no node has asked for."""
-    blob = bytes(64 << 10)
-    with attacker(folder) as session:
-        while not stop():
-            for key in ("n0/model/n2", "n2/alive", "n1/model/n0"):
-                session.put(f"{key_prefix('local')}/{key}", blob)
-
-
-def tokens(folder: Path, stop: Stop) -> None:
+def presence(folder: Path, stop: Stop) -> None:
     """A member comes and goes as fast as it can say so."""
-    with attacker(folder) as session:
-        while not stop():
-            session.liveliness().declare_token(f"{key_prefix('local')}/n2/alive").undeclare()
+    _questions(folder, stop, "Presence", lambda n: outlaw.question("local", here=n % 2 == 0))
 
 
-def announcements(folder: Path, stop: Stop) -> None:
-    """A member announces ever more keys under its own name."""
-    with attacker(folder) as session:
-        kept = []
-        while not stop() and len(kept) < 20_000:
-            kept.append(
-                session.declare_queryable(
-                    f"{key_prefix('local')}/n2/k{len(kept)}", lambda query: None
-                )
-            )
+def handshakes(folder: Path, stop: Stop) -> None:
+    """A member connects anew for every question."""
+    who, _, own = netlab.credentials(folder, ATTACKER)
+    while not stop():
+        outlaw.ask(own, who.members[0], "Head", outlaw.question("local", nonce="1"), 2.0)
 
 
 ATTACKS: dict[str, Attack] = {
@@ -260,11 +266,11 @@ ATTACKS: dict[str, Attack] = {
         questions_for_the_roster,
         questions_for_a_megabyte,
         answers_that_nobody_reads,
-        questions_of_others,
+        questions_without_a_body,
+        questions_that_cannot_be_read,
         large_questions,
-        publications,
-        tokens,
-        announcements,
+        presence,
+        handshakes,
     )
 }
 
@@ -272,16 +278,11 @@ ATTACKS: dict[str, Attack] = {
 # ---------------------------------------------------------------------- honest members
 
 
-def _node(stack: ExitStack, folder: Path, number: int) -> tuple[ZenohTransport, Post]:
+def _node(stack: ExitStack, folder: Path, number: int) -> tuple[GrpcTransport, Post]:
     who, name, own = netlab.credentials(folder, number)
     raise_file_limit()
     log = Log(name, stream=stack.enter_context((folder / f"{name}.log").open("a")))
-    engine = stack.enter_context(capture_engine_log(log))
-    engine.name_of = who.name_of
-    door = Doorkeeper(split_address(who.members[number].address)[1], ["127.0.0.1"], log)
-    engine.on_failed, engine.on_link = door.note_failure, door.add_known
-    stack.callback(door.close)
-    transport = stack.enter_context(ZenohTransport(who, name, own, log=log))
+    transport = stack.enter_context(GrpcTransport(who, name, own, log=log))
     post = Post(transport, who, own.sign, terms=Terms(deadline=DEADLINE, redraws=0))
     stack.callback(post.close)
     sealed, settings = (folder / "roster.toml").read_bytes(), bytes(2000)

@@ -83,13 +83,17 @@ def message(good: Parcel, sign: Callable[[bytes], bytes], draw: random.Random) -
     return parts
 
 
-def question(peer: str, asker: str, draw: random.Random) -> str:
-    """Return a damaged question: the end of a key, and its parameters."""
-    kind = draw.choice(["model", "request", "reply", "cohort", "probe", "head", "pickle", "alive"])
-    who = draw.choice([asker, asker, asker, peer, "nobody"])
-    names = ["r", "x", "c", "w", "n"]
-    fields = [
-        f"{draw.choice(names)}={draw.choice([*_ODD, str(draw.randrange(-2, 9))])}"
-        for _ in range(draw.randrange(6))
-    ]
-    return f"{peer}/{kind}/{who}?{';'.join(fields)}"
+def question(run: str, draw: random.Random) -> tuple[str, bytes]:
+    """Return a damaged question: its method and its bytes."""
+    method = draw.choice(["Message", "Message", "Message", "Head", "Roster", "Presence", "Pickle"])
+    kind = draw.choice(["model", "request", "reply", "cohort", "probe", "head", "pickle"])
+    fields: dict[str, object] = {
+        "run": run, "kind": kind, "round": draw.randrange(-2, 9), "exchange": 0, "client": 0, "wait": 1.0,
+    }  # fmt: skip
+    if method != "Message":
+        fields = {"run": run, "nonce": "abc", "here": True}
+    for _ in range(draw.randrange(3)):
+        odd = draw.choice([*_ODD, None, -1, 1.5, 1 << 70, [], {}, True, draw.randrange(-2, 9)])
+        fields[draw.choice([*sorted(fields), *_ODD])] = odd
+    text = json.dumps(fields).encode()
+    return method, damage(text, draw) if draw.randrange(3) == 0 else text

@@ -89,7 +89,7 @@ def main() -> None:
     place = (
         "performance/network.json" if given.what == "efficiency" else f"network/{given.what}.json"
     )
-    seconds, where = round(time.perf_counter() - began, 1), describe_machine("eclipse-zenoh")
+    seconds, where = round(time.perf_counter() - began, 1), describe_machine("grpcio")
     seeds = network_churn.SEEDS if given.what in ("churn", "churn-pens", "partition") else (0,)
     out = given.out or STORED / place
     write_results(

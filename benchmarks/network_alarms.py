@@ -29,7 +29,7 @@ kind = "dac"
 num_peers = 5
 """
 NETWORK = {"deadline": 60.0, "start": 600.0, "linger": 120.0}
-ALARMS = ("turned_away", "refused", "mismatch", "roster_refused", "not_backed", "not_sent")
+ALARMS = ("turned_away", "refused", "mismatch", "roster_refused", "not_backed")
 
 
 def run_fleet(

@@ -1,42 +1,31 @@
 """Twenty thousand damaged messages to and from a node with mutual TLS: does it crash, grow, or let others down?"""
 
-import json
 import os
 import random
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import hostile
 import netlab
+import outlaw
 import torch
-import zenoh
 
 from coterie.exchange.base import Message
 from coterie.net.exchange import RemoteExchange
+from coterie.net.grpc_transport import GrpcTransport
 from coterie.net.outbox import Missing
 from coterie.net.payload import Template
 from coterie.net.post import Post, Terms
 from coterie.net.wire import Address, seal_parcel
-from coterie.net.zenoh_transport import ZenohTransport, build_config, key_prefix
 from coterie.rng import Rng
 
 ANSWERS, QUESTIONS, HEADS, MESSAGES = 12_000, 7_000, 1_000, 20_000
 PORT = 28800
-
-
-@contextmanager
-def attacker(folder: Path) -> Iterator[zenoh.Session]:
-    """A session with n2's credentials that keeps to no rule."""
-    who, name, own = netlab.credentials(folder, 2)
-    config = build_config(who, name, own)
-    del config["access_control"], config["low_pass_filter"]
-    with zenoh.open(zenoh.Config.from_json5(json.dumps(config))) as session:
-        yield session
 
 
 def fuzz(emit: netlab.Emit, folder: Path, *, scale: float = 1.0) -> None:
@@ -44,7 +33,6 @@ def fuzz(emit: netlab.Emit, folder: Path, *, scale: float = 1.0) -> None:
     netlab.provision(folder / "keys", 3, port=PORT)
     draw, told, memory = random.Random(0), Counter[str](), list[float]()
     with ExitStack() as stack:
-        session = stack.enter_context(attacker(folder / "keys"))
         posts, exchanges = [], []
         for number in range(2):
             who, name, own = netlab.credentials(folder / "keys", number)
@@ -53,7 +41,7 @@ def fuzz(emit: netlab.Emit, folder: Path, *, scale: float = 1.0) -> None:
                 if event == "refused":
                     told[details["code"]] += 1
 
-            transport = stack.enter_context(ZenohTransport(who, name, own, log=log))
+            transport = stack.enter_context(GrpcTransport(who, name, own, log=log))
             posts.append(Post(transport, who, own.sign, terms=Terms(deadline=20.0, redraws=0)))
             stack.callback(posts[-1].close)
             exchanges.append(RemoteExchange(posts[-1]))
@@ -73,18 +61,14 @@ def fuzz(emit: netlab.Emit, folder: Path, *, scale: float = 1.0) -> None:
             sign=own.sign,
             chunk=4096,
         )
-        base, current = (
-            key_prefix(who.run),
-            [[(attachment, bytes(chunk)) for attachment, chunk in good.iterate_chunks()]],
-        )
+        current = [[(attachment, bytes(chunk)) for attachment, chunk in good.iterate_chunks()]]
 
-        def answer(query: Any) -> None:
-            with query:
-                for attachment, chunk in current[-1]:
-                    query.reply(query.key_expr, bytes(chunk), attachment=bytes(attachment))
+        def answer(method: str, body: Mapping[str, Any]) -> Iterable[bytes]:
+            for attachment, chunk in current[-1]:
+                yield outlaw.frame(attachment, chunk)
 
-        queryable = session.declare_queryable(f"{base}/n2/**", answer)
-        stack.callback(queryable.undeclare)
+        stack.enter_context(outlaw.serve(own, who.members[2].address, answer))
+        channel = stack.enter_context(outlaw.channel_to(own, who.members[0]))
         while isinstance(first.fetch("n2", address, template, 5.0), Missing):
             threading.Event().wait(0.1)
         first.traffic.missing.clear()
@@ -112,17 +96,9 @@ def fuzz(emit: netlab.Emit, folder: Path, *, scale: float = 1.0) -> None:
                 still_well()
         reasons, errors = dict(sorted(first.traffic.missing.items())), Counter()
         for number in range(int(scale * QUESTIONS)):
-            selector = hostile.question("n0", "n2", draw)
-            payload = draw.randbytes(draw.choice([0, 1, 500]))
-            try:
-                replies = list(session.get(f"{base}/{selector}", payload=payload, timeout=2.0))
-            except zenoh.ZError:
-                errors["not a key"] += 1
-                continue
-            codes = [json.loads(r.err.payload.to_bytes())["code"] for r in replies if r.err is not None
-                     and r.err.payload.to_bytes() != b"Timeout"]  # fmt: skip
-            answered = any(r.ok is not None for r in replies)
-            errors[codes[0] if codes else "answered" if answered else "no answer"] += 1
+            method, body = hostile.question(who.run, draw)
+            found = outlaw.call(channel, method, body, 2.0)
+            errors["answered" if found.parts else found.code] += 1
             if number % 500 == 0:
                 still_well()
         for _ in range(int(scale * HEADS)):

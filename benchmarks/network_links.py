@@ -22,8 +22,8 @@ import torch
 
 from coterie.exchange.base import Message
 from coterie.net.exchange import RemoteExchange
+from coterie.net.grpc_transport import GrpcTransport
 from coterie.net.post import Post, Terms
-from coterie.net.zenoh_transport import ZenohTransport
 from coterie.results import traffic
 from coterie.rng import Rng
 
@@ -40,7 +40,7 @@ def exchanging_node(folder: Path, number: int, size: int, rounds: int, count: in
     """Publish a model and pull some of the others', round after round, as a node does."""
     torch.set_num_threads(1)
     who, name, own = netlab.credentials(folder, number)
-    with ZenohTransport(who, name, own) as transport:
+    with GrpcTransport(who, name, own) as transport:
         netlab.ready([transport], [member.name for member in who.members])
         post = Post(transport, who, own.sign, terms=Terms(redraws=0))
         exchange, times = RemoteExchange(post), []

@@ -81,6 +81,7 @@ SECTIONS = {
         "testing.check_partition",
         "testing.check_aggregation",
         "testing.check_selection",
+        "testing.check_transport",
     ],
     "Errors": ["errors"],
 }

@@ -20,7 +20,7 @@ from stored import told
 HEAD = """<!-- made by scripts/network.py; do not edit -->
 # The network, measured
 
-Nodes are processes with certificates, access lists and mutual TLS, as in
+Nodes are processes with certificates and mutual TLS, as in
 [the deployment](../how-to/deploy-in-three-hospitals.md). See also [the wire format](wire.md) and [the threat
 model](../explanation/threat-model.md).
 """
@@ -317,13 +317,20 @@ SECTIONS = (
 )
 
 
+def library_of(machine: dict[str, Any]) -> str:
+    """Return the network library of a measurement and its version; the first ones had another."""
+    if "grpcio" in machine:
+        return f"grpcio {machine['grpcio']}"
+    return f"zenoh {machine['eclipse-zenoh']}"
+
+
 def section(title: str, name: str, document: dict[str, Any], shown: Any) -> str:
     """Return one part of the page."""
     head = document["origin"]
     machine = head["machine"]
     source = (
         f"`{head['command']}`, {document['seconds']:,.0f} s on {machine['cores']} cores ({machine['processor']}), "
-        f"Python {machine['python']}, torch {machine['torch']}, zenoh {machine['eclipse-zenoh']}. {told(name, head)}"
+        f"Python {machine['python']}, torch {machine['torch']}, {library_of(machine)}. {told(name, head)}"
     )
     return f"## {title}\n\n{shown(document['results'])}\n\n{source}\n"
 

@@ -13,9 +13,9 @@ from coterie.exchange.in_memory import InMemory
 from coterie.exchange.mailbox import Mailbox, PostOffice
 from coterie.net import local
 from coterie.net.exchange import RemoteExchange
+from coterie.net.grpc_transport import GrpcTransport
 from coterie.net.outbox import Missing
 from coterie.net.post import Post, Terms
-from coterie.net.zenoh_transport import ZenohTransport
 from coterie.testing import check_exchange
 
 
@@ -116,8 +116,8 @@ def test_remote_exchanges_over_the_in_process_twin_keep_the_contract():
 
 
 @pytest.mark.e2e
-def test_remote_exchanges_over_zenoh_with_mutual_tls_keep_the_contract(tmp_path, port):
-    """Five nodes with sockets, certificates and access lists: the same inboxes again."""
+def test_remote_exchanges_over_grpc_with_mutual_tls_keep_the_contract(tmp_path, port):
+    """Five nodes with sockets, and certificates: the same inboxes again."""
     groups = [[0, 2], [1], [3], [4], [5]]
     with ExitStack() as stack:
 
@@ -127,7 +127,7 @@ def test_remote_exchanges_over_zenoh_with_mutual_tls_keep_the_contract(tmp_path,
             )
             exchanges = []
             for own in people:
-                transport = stack.enter_context(ZenohTransport(who, own.name, own))
+                transport = stack.enter_context(GrpcTransport(who, own.name, own))
                 exchanges.append(
                     RemoteExchange(Post(transport, who, own.sign, terms=Terms(deadline=20.0)))
                 )

@@ -1,8 +1,7 @@
-"""The pages on the wire format name what the code has: keys, types, codes, configuration, messages of each method."""
+"""The pages on the wire format name what the code has: keys, types, codes, methods, bounds, messages of each method."""
 
-import json
 import re
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,11 @@ import wire
 
 import stranger
 from coterie.methods import METHODS
-from coterie.net import local
+from coterie.net import grpc_transport, identity
 from coterie.net.head import Head
-from coterie.net.outbox import REASONS
+from coterie.net.outbox import REASONS, Outbox
 from coterie.net.roster import Member, Roster
-from coterie.net.wire import KINDS, Manifest
-from coterie.net.zenoh_transport import build_config
+from coterie.net.wire import CHUNK, KINDS, MAX_HEAD, MAX_ROSTER, Manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/reference/wire.md").read_text()
@@ -62,7 +60,7 @@ def test_the_tables_name_each_key_and_its_type(title, kinds):
 
 def test_kinds_and_codes_are_those_of_the_code():
     listed = re.findall(r"^\| `(\w+)` \|", section("Questions and answers"), re.MULTILINE)
-    assert listed == ["kind", *KINDS, *REASONS]
+    assert listed == ["Presence", "Head", "Roster", "Message", "kind", *KINDS, *REASONS]
     source = "".join(
         (ROOT / "src/coterie/net" / name).read_text()
         for name in ("wire.py", "payload.py", "exchange.py")
@@ -78,24 +76,39 @@ def test_kinds_and_codes_are_those_of_the_code():
     assert codes == raised
 
 
-def test_the_configuration_is_the_nodes_and_the_strangers(tmp_path):
-    (text,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
-    addresses = {"north": "192.0.2.7:7447", "south": "198.51.100.9:7447"}
-    members = tuple(
-        Member(name, address, (number,)) for number, (name, address) in enumerate(addresses.items())
+def test_methods_keys_and_bounds_are_the_nodes_and_the_strangers():
+    """The page's tables of links and methods, the code's own, and what the stranger has read there."""
+    table = (
+        section("Questions and answers").split("| method | question | answer |")[1].split("\n\n")[0]
     )
-    roster, (_, south) = local.create_credentials(tmp_path, Roster("three-hospitals", members, 2))
-    for member in roster.members:
-        text = text.replace(f"CN-{member.name}", member.subject)
-    files = {
-        "key_file": Path("south.key"),
-        "certificate_file": Path("south.pem"),
-        "ca_file": Path("ca.pem"),
+    told = {}
+    for line in table.splitlines()[2:]:
+        method, question, _ = line.strip("| ").split(" | ")
+        told[method.strip("`")] = set(re.findall(r"`(\w+)`", question))
+    known = {
+        "Message": {"run", *grpc_transport._MESSAGE},
+        "Head": {"run", "nonce"},
+        "Roster": {"run"},
+        "Presence": {"run", "here"},
     }
-    assert json.loads(text) == build_config(roster, "south", replace(south, **files))
-    members = {member.name: vars(member) for member in roster.members}
-    known = stranger.Roster(b"", b"", {"run": roster.run}, members)
-    assert json.loads(text) == json.loads(stranger.link_config(known, "south", Path()))
+    assert told == known
+    assert {m: {"run", *keys} for m, keys in stranger.QUESTIONS.items()} == known
+    assert f"`/{grpc_transport.SERVICE}/<method>`" in PAGE
+    assert stranger.SERVICE == grpc_transport.SERVICE
+    links = section("Links")
+    for bound in (
+        f"| {grpc_transport.MAX_QUESTION:,} |",
+        f"| {grpc_transport._MAX_FRAME:,} (",
+        f"| {MAX_HEAD:,}, {MAX_ROSTER:,} |",
+        f"| {grpc_transport._CALLS}; of these {Outbox.PER_ASKER} for messages |",
+        f"| {grpc_transport._LISTEN:g}, 10 |",
+    ):
+        assert bound in links, bound
+    assert f"1024 to {CHUNK} |" not in links
+    assert f"integer, 1024 to {CHUNK} |" in PAGE
+    key = "ab" * 32
+    assert stranger.key_host(key) == identity.key_host(key) == f"{key[:32]}.{key[32:]}.coterie"
+    assert "`<first 32 digits>.<last 32 digits>.coterie`" in links
 
 
 def test_the_page_of_messages_is_up_to_date_and_has_every_method():

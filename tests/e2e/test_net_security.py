@@ -3,8 +3,8 @@
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 import torch
-import zenoh
+from outlaw import ask, call, channel_to, frame, message, question, serve, wait_until
 
 from coterie.errors import TransportError
 from coterie.exchange.base import Message
 from coterie.net import identity, local, setup
 from coterie.net.exchange import RemoteExchange
+from coterie.net.grpc_transport import GrpcTransport
 from coterie.net.identity import Identity
+from coterie.net.outbox import Missing
 from coterie.net.post import Post, Terms
-from coterie.net.roster import Roster
 from coterie.net.wire import Address, canonical_json, seal_parcel
-from coterie.net.zenoh_transport import ZenohTransport, build_config, key_prefix
 from coterie.rng import Rng
 
 pytestmark = pytest.mark.e2e
@@ -39,7 +39,7 @@ class Honest:
         self.told: list[dict] = []
         self.transports, self.exchanges = [], []
         for own in self.people[:2]:
-            transport = ZenohTransport(
+            transport = GrpcTransport(
                 self.roster,
                 own.name,
                 own,
@@ -65,11 +65,11 @@ class Honest:
             node.post.terms = replace(node.post.terms, deadline=seconds)
             node.begin_round(Rng(0).at_round(self.round))
             node.set_active(node.ids)
-        b.pull(message(1), torch.full((1, 0), -1))
-        return a.pull(message(0), torch.tensor([list(peers)])).mask[0]
+        b.pull(row(1), torch.full((1, 0), -1))
+        return a.pull(row(0), torch.tensor([list(peers)])).mask[0]
 
 
-def message(client: int) -> Message:
+def row(client: int) -> Message:
     return Message(torch.full((1, 4), float(client)), {"samples": torch.ones(1)})
 
 
@@ -77,7 +77,7 @@ def message(client: int) -> Message:
 def honest(tmp_path_factory, ports) -> Iterator[Honest]:
     network = Honest(tmp_path_factory.mktemp("honest"), ports())
     try:
-        until(lambda: bool(network.exchange(1)[0]))
+        wait_until(lambda: bool(network.exchange(1)[0]))
         yield network
         assert network.exchange(1).tolist() == [True], "honest members are unharmed"
     finally:
@@ -88,32 +88,9 @@ def test_an_address_in_use_is_named(honest):
     """A second node with the same address ends with one line, and the first goes on."""
     with pytest.raises(
         TransportError,
-        match=rf"cannot listen on tls/127.0.0.1:{honest.port}: it is in use: this node runs",
+        match=rf"cannot listen on 127.0.0.1:{honest.port}: it is in use: this node runs",
     ):
-        ZenohTransport(honest.roster, "n0", honest.people[0])
-
-
-def until(condition: Callable[[], bool], tries: int = 50) -> None:
-    pause = threading.Event()
-    for _ in range(tries):
-        if condition():
-            return
-        pause.wait(0.1)
-    raise AssertionError("it did not come to be")
-
-
-@contextmanager
-def attacker(roster: Roster, name: str, own: Identity, *, port: int) -> Iterator[zenoh.Session]:
-    """A session with some credentials that keeps to no rule; it dials everybody."""
-    config = build_config(roster, roster.members[-1].name, own, listen=f"127.0.0.1:{port}")
-    config["connect"]["endpoints"] = [f"tls/{m.address}" for m in roster.members[:2]]
-    del config["access_control"], config["low_pass_filter"]
-    with zenoh.open(zenoh.Config.from_json5(json.dumps(config))) as session:
-        yield session
-
-
-def links(session: zenoh.Session) -> int:
-    return len(session.info.transports())
+        GrpcTransport(honest.roster, "n0", honest.people[0])
 
 
 def made(
@@ -136,27 +113,37 @@ def made(
     return own
 
 
-def answering(session: zenoh.Session, key: str, reply: Callable[[Any], None]) -> Any:
-    return session.declare_queryable(key, reply)
+def authority(folder: Path, honest: Honest) -> Path:
+    """A copy of the run's authority, with its key."""
+    (folder / "members").mkdir()
+    for name in ("ca.key", "ca.pem"):
+        (folder / name).write_bytes((honest.folder / name).read_bytes())
+    (folder / "ca.key").chmod(0o600)
+    return folder
+
+
+def check_of_no_use(honest: Honest, own: Identity) -> None:
+    """Nobody connects with these credentials, and nobody asks who has them at n2's address."""
+    body = question("local", nonce="1")
+    for member in honest.roster.members[:2]:
+        found = ask(own, member, "Head", body)
+        assert (found.parts, found.status) == ([], "UNAVAILABLE")
+    asked: list[str] = []
+    with serve(own, honest.roster.members[2].address, lambda method, body: asked.append(method)):  # type: ignore[arg-type,func-returns-value]
+        assert honest.exchange(2, seconds=2.0).tolist() == [False]
+    assert asked == []
 
 
 @pytest.mark.parametrize("name", ["mallory", "n2"])
 def test_certificates_of_another_authority_get_no_link(honest, tmp_path, name):
-    """Neither under a name of one's own nor under a member's."""
-    own = made(tmp_path, name)
-    with attacker(honest.roster, name, own, port=honest.port + 50) as session:
-        threading.Event().wait(1.5)
-        assert links(session) == 0
-        assert list(session.get(f"{key_prefix('local')}/n0/head/{name}?n=1", timeout=1.0)) == []
+    """Neither under a name of one's own nor under a member's; neither to ask nor to answer."""
+    check_of_no_use(honest, made(tmp_path, name))
 
 
 def test_a_certificate_that_is_over_gets_no_link(honest, tmp_path):
     """Issued by the right authority, for n2, and ended an hour ago."""
     past = datetime.now(UTC) - timedelta(hours=25)
-    (tmp_path / "members").mkdir()
-    for name in ("ca.key", "ca.pem"):
-        (tmp_path / name).write_bytes((honest.folder / name).read_bytes())
-    (tmp_path / "ca.key").chmod(0o600)
+    authority(tmp_path, honest)
     request = identity.make_request(tmp_path, "n2", "127.0.0.1:1")
     identity.sign_request(tmp_path, request, "n2", "127.0.0.1:1", days=1.0, now=past)
     own = replace(
@@ -164,56 +151,58 @@ def test_a_certificate_that_is_over_gets_no_link(honest, tmp_path):
         key_file=tmp_path / "n2.key",
         certificate_file=tmp_path / "members" / "n2.pem",
     )
-    with attacker(honest.roster, "n2", own, port=honest.port + 51) as session:
-        threading.Event().wait(1.5)
-        assert links(session) == 0
+    check_of_no_use(honest, own)
 
 
 def test_a_valid_certificate_that_is_not_on_the_roster_is_of_no_use(honest, tmp_path):
-    """It has links, and neither its questions nor its answers nor its tokens come through."""
-    (tmp_path / "members").mkdir()
-    for name in ("ca.key", "ca.pem"):
-        (tmp_path / name).write_bytes((honest.folder / name).read_bytes())
-    (tmp_path / "ca.key").chmod(0o600)
-    own = made(tmp_path, "mallory", authority=tmp_path)
-    base = key_prefix("local")
-    with attacker(honest.roster, "mallory", own, port=honest.port + 52) as session:
-        until(lambda: links(session) == 2)
-        for key in (
-            f"{base}/n0/model/mallory?r={honest.round};x=0;c=0;w=1",
-            f"{base}/n0/model/n2?r=1;x=0;c=0;w=1",
-        ):
-            assert list(session.get(key, timeout=1.0)) == []
-        asked: list = []
-        queryable = answering(session, f"{base}/n2/**", lambda query: asked.append(query))
-        token = session.liveliness().declare_token(f"{base}/n2/alive")
-        threading.Event().wait(0.5)
-        assert "n2" not in honest.transports[0].alive_members()
-        assert honest.exchange(2, seconds=1.0).tolist() == [False]
-        assert asked == []
-        queryable.undeclare()
-        token.undeclare()
+    """It connects; its questions are refused, its presence is not noted, and nobody asks it anything."""
+    own = made(tmp_path, "mallory", authority=authority(tmp_path, honest))
+    honest.told.clear()
+    for method, body in (
+        ("Message", message("local", honest.round, 0)),
+        ("Head", question("local", nonce="1")),
+        ("Roster", question("local")),
+        ("Presence", question("local", here=True)),
+        ("Nothing", b""),
+    ):
+        found = ask(own, honest.roster.members[0], method, body)
+        expected = "UNIMPLEMENTED" if method == "Nothing" else "PERMISSION_DENIED"
+        assert (found.parts, found.status) == ([], expected)
+    wait_until(lambda: any(event.get("reason") == "not_on_roster" for event in honest.told))
+    asked: list[str] = []
+    with serve(own, honest.roster.members[2].address, lambda method, body: asked.append(method)):  # type: ignore[arg-type,func-returns-value]
+        assert honest.exchange(2, seconds=2.0).tolist() == [False]
+    assert asked == []
+    assert "n2" not in honest.transports[0].alive_members()
 
 
 def test_a_member_cannot_answer_announce_or_ask_under_anothers_name(honest):
-    """n2's certificate is good for n2's keys only: n1's place stays empty while n1 is cut off."""
-    base = key_prefix("local")
-    asked: list = []
-    with attacker(honest.roster, "n2", honest.people[2], port=honest.port + 53) as session:
-        until(lambda: links(session) == 2)
-        queryable = answering(session, f"{base}/n1/**", lambda query: asked.append(query))
-        threading.Event().wait(0.5)
-        assert honest.exchange(1).tolist() == [True], "n1 itself answers"
-        token = session.liveliness().declare_token(f"{base}/n1/alive")
+    """Who asks is the certificate's; who answers must have the certificate of the key that was dialed."""
+    n0, people = honest.transports[0], honest.people
+    asked: list[str] = []
+    elsewhere = f"127.0.0.1:{honest.port + 53}"
+    moved = replace(honest.roster.members[1], address=elsewhere)
+    try:
+        with serve(people[2], elsewhere, lambda method, body: asked.append(method)):  # type: ignore[arg-type,func-returns-value]
+            n0.use_roster(replace(honest.roster, members=(
+                honest.roster.members[0], moved, honest.roster.members[2])))  # fmt: skip
+            assert isinstance(n0.ask_head("n1", "1", 2.0), Missing)
         assert asked == []
-        r = honest.round
-        assert list(session.get(f"{base}/n0/model/n1?r={r};x=0;c=0;w=1", timeout=1.0)) == []
-        everybody = session.get(f"{base}/*/model/n2?r={r};x=0;c=0;w=1", timeout=1.0)
-        assert all(reply.ok is None for reply in everybody), "no wildcards"
-        mine = list(session.get(f"{base}/n0/model/n2?r={r};x=0;c=0;w=1", timeout=2.0))
-        assert len(mine) == 1, "under its own name it is served"
-        queryable.undeclare()
-        token.undeclare()
+    finally:
+        n0.use_roster(honest.roster)
+    wait_until(lambda: "n1" in n0.alive_members())
+    assert honest.exchange(1).tolist() == [True]
+    # What n0 has for n1 alone is for nobody else, whatever the question says.
+    at = Address(honest.round, 0, 0, "reply")
+    n0.publish(at, honest.exchanges[0].post.seal(GOOD, at, "n1"), to="n1")
+    body = message("local", at.round, 0, kind="reply")
+    assert ask(people[2], honest.roster.members[0], "Message", body).code == "forbidden"
+    assert ask(people[1], honest.roster.members[0], "Message", body).status == "OK"
+    extra = json.dumps({**json.loads(body), "asker": "n1"}).encode()
+    assert ask(people[2], honest.roster.members[0], "Message", extra).code == "forbidden"
+    # Its presence is its own.
+    ask(people[2], honest.roster.members[0], "Presence", question("local", here=False))
+    assert "n1" in n0.alive_members()
 
 
 GOOD = {"params": torch.zeros(4), "field.samples": torch.tensor(1.0)}
@@ -225,10 +214,10 @@ class Liar:
     def __init__(self, honest: Honest) -> None:
         self.honest, self.parts = honest, list[tuple[bytes, bytes]]()
 
-    def answer(self, query: zenoh.Query) -> None:
-        with query:
+    def answer(self, method: str, body: Mapping[str, Any]) -> Iterable[bytes]:
+        if method == "Message":
             for attachment, chunk in self.parts:
-                query.reply(query.key_expr, chunk, attachment=attachment)
+                yield frame(attachment, chunk)
 
     def sealed(self, tensors: dict[str, torch.Tensor], **changes: Any) -> list[tuple[bytes, bytes]]:
         """A message as the format has it, for the round to come, with some parts changed."""
@@ -266,6 +255,7 @@ class Liar:
         """The message is not used, and the log says whose it was and why."""
         self.honest.told.clear()
         assert self.read(parts) == f"refused:{code}"
+        wait_until(lambda: any(event["event"] == "refused" for event in self.honest.told))
         (told,) = [event for event in self.honest.told if event["event"] == "refused"]
         assert (told["peer"], told["code"], told["level"]) == ("n2", code, "warning")
 
@@ -273,13 +263,10 @@ class Liar:
 @pytest.fixture(scope="module")
 def liar(honest: Honest) -> Iterator[Liar]:
     made = Liar(honest)
-    with attacker(honest.roster, "n2", honest.people[2], port=honest.port + 54) as session:
-        until(lambda: links(session) == 2)
-        queryable = session.declare_queryable(f"{key_prefix('local')}/n2/**", made.answer)
-        until(lambda: made.read(made.sealed(GOOD)) == "")
+    with serve(honest.people[2], honest.roster.members[2].address, made.answer):
+        wait_until(lambda: made.read(made.sealed(GOOD)) == "")
         yield made
         assert made.read(made.sealed(GOOD)) == "", "what is in order is read, now as before"
-        queryable.undeclare()
 
 
 def with_header(header: str, data: bytes = bytes(20)) -> bytes:
@@ -367,11 +354,11 @@ def test_duplicate_keys_are_refused(liar):
 
 def test_an_oversize_reply_is_dropped(liar):
     """Two megabytes in one reply never arrive; a message that says it is a gigabyte is refused before it is kept."""
-    assert liar.read([(bytes(4), bytes(2 << 20))]) == "unreachable"
+    liar.check_refused([(bytes(4), bytes(2 << 20))], "size")
     ((attachment, _),) = liar.sealed(GOOD)
     text = canonical_json({**json.loads(attachment[68:]), "bytes": 1 << 30})
     signature = liar.honest.people[2].sign(b"coterie manifest 1\n" + text)
-    liar.check_refused([(bytes(4) + signature + text, bytes(1 << 19))], "size")
+    liar.check_refused([(bytes(4) + signature + text, bytes(1 << 18))], "size")
 
 
 def test_a_reply_that_ends_early_is_not_taken_for_a_message(liar):
@@ -383,33 +370,83 @@ def test_a_reply_that_ends_early_is_not_taken_for_a_message(liar):
 
 
 def test_an_oversize_question_never_reaches_the_node(honest):
-    """65 kB of question: the filter drops it; the next one of normal size is answered."""
-    base = key_prefix("local")
-    with attacker(honest.roster, "n2", honest.people[2], port=honest.port + 55) as session:
-        until(lambda: links(session) == 2)
-        key = f"{base}/n0/model/n2?r={honest.round};x=0;c=0;w=1"
-        assert list(session.get(key, payload=bytes(1 << 20), timeout=1.0)) == []
-        assert len(list(session.get(key, timeout=2.0))) == 1
+    """A megabyte of question is refused by the library; the next one of normal size is answered."""
+    body = message("local", honest.round, 0)
+    with channel_to(honest.people[2], honest.roster.members[0]) as channel:
+        assert call(channel, "Message", body + bytes(1 << 20)).parts == []
+        assert len(call(channel, "Message", body).parts) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b"\xff" * 40,
+        b"[" * 1000,
+        message("other", 1, 0),
+        message("local", 1, 0, kind="secrets"),
+        message(
+            "local", 1, 0, kind='model\n{"event": "refused", "peer": "n1", "text": "FORGED"}\n'
+        ),
+        message("local", 1, 0, kind="model\x1b[31mFORGED\x1b[0m"),
+        message("local", 10**400, 0),
+        message("local", -2, 0),
+        message("local", 1, -2),
+        message("local", 1, 0, wait=float("nan")),
+        message("local", 1, 0, wait=True),
+        message("local", True, 0),  # type: ignore[arg-type]
+        message("local", 1, 0)[:-1] + b', "round": 1}',
+        message("local", 1, 0)[:-1] + b', "FORGED\\n": 1}',
+    ],
+)
+def test_questions_that_cannot_be_read_are_refused_and_nothing_of_them_is_told(honest, body):
+    """No byte of a question becomes a line, a name or an event of the node that it is put to."""
+    honest.told.clear()
+    found = ask(honest.people[2], honest.roster.members[0], "Message", body)
+    assert (found.parts, found.code) == ([], "forbidden")
+    assert "FORGED" not in json.dumps(honest.told)
+    assert all(event.get("peer", "n2") == "n2" for event in honest.told)
 
 
 def test_a_flood_of_questions_leaves_the_node_answering_others(honest):
     """Two hundred open questions by one member: eight are held, the rest are told that there are too many."""
-    base = key_prefix("local")
-    with attacker(honest.roster, "n2", honest.people[2], port=honest.port + 56) as session:
-        until(lambda: links(session) == 2)
+    n0, load = honest.roster.members[0], honest.transports[0].outbox
+    with channel_to(honest.people[2], n0) as channel, ThreadPoolExecutor(200) as pool:
         open_ = [
-            session.get(f"{base}/n0/model/n2?r={honest.round + 50 + i};x=0;c=0;w=3", timeout=4.0)
+            pool.submit(
+                call,
+                channel,
+                "Message",
+                message("local", honest.round + 50 + i, 0, wait=60.0),
+                10.0,
+            )
             for i in range(200)
         ]
         assert honest.exchange(1).tolist() == [True]
-        assert honest.transports[0].outbox.current_load[1] <= 8
-        codes = [
-            json.loads(r.err.payload.to_bytes())["code"]
-            for replies in open_
-            for r in replies
-            if r.err
-        ]
+        assert load.current_load[1] <= 8
+        codes = [one.result().code for one in open_]
     assert codes.count("busy") >= 190
+
+
+def test_a_question_that_never_comes_holds_nobody_up(honest):
+    """A hundred calls without a question, by a member: each ends after some seconds, and others are answered."""
+    n0 = honest.roster.members[0]
+    never = threading.Event()
+
+    def silent() -> Iterator[bytes]:
+        never.wait(60)
+        yield from ()
+
+    with channel_to(honest.people[2], n0) as channel:
+        method = channel.stream_stream("/coterie.v1/Head")
+        calls = [method(silent(), timeout=30) for _ in range(100)]
+        assert honest.exchange(1).tolist() == [True]
+        assert ask(honest.people[1], n0, "Head", question("local", nonce="1")).code == "not_ready"
+        never.set()
+        for one in calls:
+            one.cancel()
 
 
 def test_a_key_that_was_replaced_and_a_member_that_was_removed_are_refused_on_open_links(
@@ -417,10 +454,9 @@ def test_a_key_that_was_replaced_and_a_member_that_was_removed_are_refused_on_op
 ):
     """n2's first certificate is good until the roster names another key for it; the second until n2 is removed.
 
-    Neither expires, and the session with its links was open before: they are closed, and new ones
-    are of no use.
+    Neither expires, and the connection was open before, with a question that was held: that ends, and the
+    next one on the same connection is refused. Nor does n0 ask who has the old certificate at n2's address.
     """
-    base = key_prefix("local")
     who, _ = local.make_members([[0], [1], [2]], port=port)
     first, people = local.create_credentials(tmp_path, who)
     held = tmp_path / "held"
@@ -435,33 +471,29 @@ def test_a_key_that_was_replaced_and_a_member_that_was_removed_are_refused_on_op
         tmp_path / "new" / "n2.key", tmp_path / "members" / "n2.pem", tmp_path / "ca.pem"
     )
     third = setup.remove_member(tmp_path, "n2")
-    transports = [ZenohTransport(first, own.name, own) for own in people[:2]]
-    question = f"{base}/n0/head/n2?n=1"
+    transports = [GrpcTransport(first, own.name, own) for own in people[:2]]
+    n0, head = first.members[0], question("local", nonce="1")
     try:
         for transport in transports:
             transport.serve_head(lambda nonce: b"here")
-        until(lambda: isinstance(transports[1].ask_head("n0", "1", 1.0), bytes))
-        with attacker(first, "n2", stolen, port=port + 50) as session:
-            until(lambda: links(session) == 2)
-            until(lambda: len(list(session.get(question, timeout=1.0))) == 1)
-            for transport in transports:
-                transport.use_roster(second)
-            until(lambda: isinstance(transports[1].ask_head("n0", "1", 1.0), bytes))
-            until(lambda: links(session) >= 1)
-            threading.Event().wait(1.5)
-            assert list(session.get(question, timeout=1.0)) == []
-            asked: list = []
-            queryable = answering(session, f"{base}/n2/**", lambda query: asked.append(query))
-            assert not isinstance(transports[0].ask_head("n2", "1", 1.0), bytes)
+        for own, roster, other in ((stolen, second, first), (fresh, third, second)):
+            with channel_to(own, n0) as channel, ThreadPoolExecutor(1) as pool:
+                assert call(channel, "Head", head).parts == [b"here"]
+                waiting = pool.submit(
+                    call, channel, "Message", message("local", 5, 0, wait=60.0), 60.0
+                )
+                wait_until(lambda: transports[0].outbox.current_load[1] == 1)
+                for transport in transports:
+                    transport.use_roster(roster)
+                assert waiting.result(5).parts == []
+                found = call(channel, "Head", head)
+                assert (found.parts, found.status) == ([], "PERMISSION_DENIED")
+            assert transports[1].ask_head("n0", "1", 2.0) == b"here"
+            asked = list[str]()
+            address = other.member("n2").address
+            with serve(own, address, lambda method, body, asked=asked: asked.append(method)):  # type: ignore[misc]
+                assert isinstance(transports[0].ask_head("n2", "1", 1.0), Missing)
             assert asked == []
-            queryable.undeclare()
-        with attacker(second, "n2", fresh, port=port + 51) as session:
-            until(lambda: len(list(session.get(question, timeout=1.0))) == 1)
-            for transport in transports:
-                transport.use_roster(third)
-            until(lambda: isinstance(transports[1].ask_head("n0", "1", 1.0), bytes))
-            threading.Event().wait(1.5)
-            assert list(session.get(question, timeout=1.0)) == []
     finally:
         for transport in transports:
             transport.close()

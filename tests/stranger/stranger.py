@@ -26,12 +26,13 @@ import time
 import tomllib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
-import zenoh
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
@@ -48,7 +49,7 @@ Expected = dict[str, tuple[str, tuple[int | None, ...]]]
 
 # Limits and times
 HEAD_WAIT, PAUSE, DEADLINE, SERVER_WAIT, START, LINGER = 2.0, 0.5, 30.0, 600.0, 60.0, 120.0
-KEPT_ROUNDS, MAX_OPEN, CHUNK = 8, 8, 524288
+KEPT_ROUNDS, MAX_OPEN, CHUNK = 8, 8, 262144
 
 
 class Refused(Exception):
@@ -60,7 +61,7 @@ class Refused(Exception):
 
 
 class ErrorReply(Exception):
-    """A question that was answered, or is to be answered, with an error reply; `nothing` is an empty set of replies."""
+    """A question that was answered, or is to be answered, with an error reply; `nothing` is an answer without any part."""
 
     def __init__(self, code: str):
         super().__init__(code)
@@ -210,7 +211,7 @@ class Roster:
     data: bytes  # the bytes of the file
     signature: bytes
     top: dict[str, Any]
-    members: dict[str, dict[str, Any]]  # in the order by which they dial
+    members: dict[str, dict[str, Any]]
 
     @staticmethod
     def read(signature: bytes, data: bytes, organizer: str) -> "Roster":
@@ -247,92 +248,55 @@ class Roster:
 # -------------------------------------------------------------------------------------------------------- The links
 
 
-def link_config(roster: Roster, me: str, folder: Path) -> str:
-    run, names = roster.top["run"], list(roster.members)
-    common = {name: member["subject"] or name for name, member in roster.members.items()}
-    own, alive = f"coterie/1/{run}/{me}", f"coterie/1/{run}/*/alive"
-    watches = ["liveliness_query", "declare_liveliness_subscriber"]
-    answers = ["reply", "declare_queryable", "liveliness_token"]
+SERVICE, MAX_FRAME = "coterie.v1", 524288
+# what each kind of question holds, besides the run's id
+QUESTIONS: dict[str, dict[str, Any]] = {
+    "Message": {"kind": str, "round": int, "exchange": int, "client": int, "wait": float},
+    "Head": {"nonce": str},
+    "Roster": {},
+    "Presence": {"here": bool},
+}
 
-    def rule(name: str, flow: str, messages: list[str], key: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "permission": "allow",
-            "flows": [flow],
-            "messages": messages,
-            "key_exprs": [key],
-        }
 
-    rules = [
-        rule("watch", "ingress", watches, alive),
-        rule("out-mine", "egress", answers, f"{own}/**"),
-        rule("out-watch", "egress", watches, alive),
-    ]
-    subjects: list[dict[str, Any]] = [{"id": "members", "cert_common_names": list(common.values())}]
-    policies: list[dict[str, Any]] = [
-        {"rules": ["watch", "out-mine", "out-watch"], "subjects": ["members"]}
-    ]
-    for name in names:
-        rules.append(rule(f"own-{name}", "ingress", answers, f"coterie/1/{run}/{name}/**"))
-        rules.append(rule(f"ask-{name}", "ingress", ["query"], f"{own}/*/{name}"))
-        rules.append(rule(f"out-ask-{name}", "egress", ["query"], f"coterie/1/{run}/{name}/*/{me}"))
-        subjects.append({"id": f"cn-{name}", "cert_common_names": [common[name]]})
-        policies.append(
-            {
-                "rules": [f"{kind}-{name}" for kind in ("own", "ask", "out-ask")],
-                "subjects": [f"cn-{name}"],
-            }
-        )
-    retry = {"period_init_ms": 500, "period_max_ms": 2000, "period_increase_factor": 1.5}
-    dial = [f"tls/{roster.members[name]['address']}" for name in names[: names.index(me)]]
-    key, certificate = str(folder / f"{me}.key"), str(folder / f"{me}.pem")
-    tls = {
-        "root_ca_certificate": str(folder / "ca.pem"),
-        "listen_private_key": key,
-        "listen_certificate": certificate,
-        "connect_private_key": key,
-        "connect_certificate": certificate,
-        "enable_mtls": True,
-        "verify_name_on_connect": True,
-        "close_link_on_expiration": True,
-    }
-    link = {
-        "protocols": ["tls"],
-        "rx": {"max_message_size": 8388608},
-        "tx": {"lease": 10000},
-        "tls": tls,
-    }
-    cap = {"flows": ["ingress"], "key_exprs": ["coterie/**"]}
-    return json.dumps(
-        {
-            "mode": "peer",
-            "listen": {"endpoints": [f"tls/{roster.members[me]['address']}"]},
-            "connect": {
-                "endpoints": dial,
-                "timeout_ms": -1,
-                "exit_on_failure": False,
-                "retry": retry,
-            },
-            "scouting": {"multicast": {"enabled": False}, "gossip": {"enabled": False}},
-            "adminspace": {"enabled": False},
-            "transport": {
-                "unicast": {"accept_pending": 1000},
-                "shared_memory": {"enabled": False},
-                "link": link,
-            },
-            "low_pass_filter": [
-                {"id": "cap-query", "messages": ["query"], "size_limit": 65536, **cap},
-                {"id": "cap-reply", "messages": ["reply"], "size_limit": 1048576, **cap},
-            ],
-            "access_control": {
-                "enabled": True,
-                "default_permission": "deny",
-                "rules": rules,
-                "subjects": subjects,
-                "policies": policies,
-            },
-        }
+def key_host(subject: str) -> str:
+    """The name that a member's certificate has for its key."""
+    return f"{subject[:32]}.{subject[32:]}.coterie"
+
+
+def credentials(me: str, folder: Path) -> tuple[bytes, bytes, bytes]:
+    key, certificate, ca = (
+        (folder / name).read_bytes() for name in (f"{me}.key", f"{me}.pem", "ca.pem")
     )
+    return key, certificate, ca
+
+
+def dial(member: dict[str, Any], me: str, folder: Path) -> grpc.Channel:
+    key, certificate, ca = credentials(me, folder)
+    options = [
+        ("grpc.ssl_target_name_override", key_host(member["subject"])),
+        ("grpc.max_receive_message_length", MAX_FRAME),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 500),
+        ("grpc.max_reconnect_backoff_ms", 5000),
+        ("grpc.enable_http_proxy", 0),
+    ]
+    return grpc.secure_channel(
+        member["address"], grpc.ssl_channel_credentials(ca, key, certificate), options
+    )
+
+
+def asker_of(context: grpc.ServicerContext, roster: Roster) -> str:
+    """The member whose key the caller's certificate has."""
+    (pem,) = context.auth_context()["x509_pem_cert"]
+    certificate = x509.load_pem_x509_certificate(pem)
+    key = certificate.public_key()
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    over = certificate.not_valid_after_utc.timestamp() < time.time()
+    for name, member in roster.members.items():
+        if member["key"] == key_text(key) and not over:
+            return name
+    context.abort(grpc.StatusCode.PERMISSION_DENIED, "not a member")
+    raise AssertionError("abort raises")
 
 
 # ------------------------------------------------------------------------------------------------------ The payload
@@ -438,7 +402,7 @@ RANGES = {
     "exchange": (0, 65535),
     "client": (-1, 2**31 - 1),
     "bytes": (0, 2**40 - 1),
-    "chunk": (1024, 524288),
+    "chunk": (1024, 262144),
 }
 Part = tuple[bytes, bytes]  # the attachment and the payload of one reply
 
@@ -641,7 +605,7 @@ HEAD = {
 
 
 def read_head(reply: bytes, key: str, run: str, peer: str, nonce: str) -> dict[str, Any]:
-    if not 64 < len(reply) <= 64 + 65536:
+    if not 64 < len(reply) <= 64 + 131072:
         raise Refused("head", "length")
     verify(key, "head", reply[:64], reply[64:])
     head = parse(reply[64:], "head")
@@ -701,8 +665,9 @@ class Node:
         self.last_read = (0, time.monotonic())
         # of the round that it is in; seconds of the one before
         self.began, self.pace = time.monotonic(), 0.0
-        self.token: zenoh.LivelinessToken | None = None
-        self.open_session()
+        self.announced = False
+        self.channels: dict[str, grpc.Channel] = {}
+        self.open_server()
 
     def check_roster(self, roster: Roster) -> None:
         """A member with its own key, certificate and clients."""
@@ -714,22 +679,41 @@ class Node:
             raise Refused("roster", "it names another certificate of this node")
         self.seen.write_text(str(roster.top["version"]))
 
-    def open_session(self) -> None:
-        self.session = zenoh.open(
-            zenoh.Config.from_json5(link_config(self.roster, self.me, self.folder))
+    def open_server(self) -> None:
+        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1024)]
+        self.listener = grpc.server(ThreadPoolExecutor(64), options=options)
+        handlers = {
+            method: grpc.unary_stream_rpc_method_handler(
+                lambda body, context, method=method: self.answer(method, body, context)
+            )
+            for method in QUESTIONS
+        }
+        self.listener.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, handlers),)
         )
-        base = f"coterie/1/{self.run}"
-        self.session.declare_queryable(f"{base}/{self.me}/**", self.on_query)
-        self.session.liveliness().declare_subscriber(f"{base}/*/alive", self.on_token, history=True)
-        if self.token is not None:
-            self.token = self.session.liveliness().declare_token(f"{base}/{self.me}/alive")
+        key, certificate, ca = credentials(self.me, self.folder)
+        self.listener.add_secure_port(
+            self.roster.members[self.me]["address"],
+            grpc.ssl_server_credentials([(key, certificate)], ca, True),
+        )
+        self.listener.start()
 
-    def on_token(self, sample: zenoh.Sample) -> None:
-        name = str(sample.key_expr).split("/")[3]
-        if sample.kind == zenoh.SampleKind.PUT:
-            self.alive.add(name)
-        else:
-            self.alive.discard(name)
+    def channel(self, member: str) -> grpc.Channel:
+        """The link to a member, which is dialed when it is first asked."""
+        with self.changed:
+            if member not in self.channels:
+                self.channels[member] = dial(self.roster.members[member], self.me, self.folder)
+            return self.channels[member]
+
+    def say_presence(self, member: str, here: bool) -> None:
+        with suppress(grpc.RpcError, Refused, ErrorReply):
+            (answer,) = self.ask(member, "Presence", {"here": here}, HEAD_WAIT)
+            there = parse(answer, "presence").get("here")
+            (self.alive.add if there is True else self.alive.discard)(member)
+
+    def say_to_all(self, here: bool) -> None:
+        with ThreadPoolExecutor(max(1, len(self.others()))) as pool:
+            list(pool.map(lambda name: self.say_presence(name, here), self.others()))
 
     def others(self) -> list[str]:
         return [
@@ -738,45 +722,40 @@ class Node:
 
     # Answers: a thread for each question, which waits until it can be answered.
 
-    def on_query(self, query: zenoh.Query) -> None:
-        threading.Thread(target=self.answer, args=(query,), daemon=True).start()
+    def answer(self, method: str, body: bytes, context: grpc.ServicerContext) -> Iterable[bytes]:
+        asker = asker_of(context, self.roster)
+        try:
+            yield from self.reply(asker, method, body)
+        except (ErrorReply, Refused) as error:
+            code = error.code if isinstance(error, ErrorReply) else "forbidden"
+            text = canonical({"code": code, "round": self.newest}).decode()
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
 
-    def answer(self, query: zenoh.Query) -> None:
-        with query:
-            try:
-                try:
-                    self.reply(query, str(query.key_expr).split("/"), str(query.parameters))
-                except ErrorReply as error:
-                    query.reply_err(canonical({"code": error.code, "round": self.newest}))
-            except zenoh.ZError as error:  # the link went while it was answered
-                tell("unanswered", error=str(error))
-
-    def reply(self, query: zenoh.Query, key: list[str], parameters: str) -> None:
-        if len(key) != 6 or "*" in "".join(key) or key[5] not in self.roster.members:
+    def reply(self, asker: str, method: str, body: bytes) -> Iterable[bytes]:
+        question = parse(body, "question")
+        if type(question.get("wait")) is int:  # a whole number of seconds
+            question["wait"] = float(question["wait"])
+        require(question, {"run": str, **QUESTIONS[method]}, "question")
+        if question["run"] != self.run:
             raise ErrorReply("forbidden")
-        kind, asker = key[4], key[5]
-        if kind == "head":
-            nonce = re.fullmatch(r"n=([A-Za-z0-9]{1,64})", parameters)
-            if nonce is None:
+        if method == "Presence":
+            (self.alive.add if question["here"] else self.alive.discard)(asker)
+            yield canonical({"here": self.announced and not self.closing})
+        elif method == "Head":
+            if not re.fullmatch("[A-Za-z0-9]{1,64}", question["nonce"]):
                 raise ErrorReply("forbidden")
-            query.reply(query.key_expr, self.head(nonce[1]))
-        elif kind == "roster":
-            query.reply(query.key_expr, self.roster.signature + self.roster.data)
-        elif kind in ("model", "request", "reply", "cohort", "probe", "join"):
-            pairs = {
-                name: value
-                for name, _, value in (part.partition("=") for part in parameters.split(";"))
-            }
-            integers = all(re.fullmatch(r"-?[0-9]{1,10}", pairs.get(name, "")) for name in "rxc")
-            decimal = re.fullmatch(r"[0-9]{1,10}(\.[0-9]*)?", pairs.get("w", ""))
-            if len(parameters) > 200 or not integers or not decimal:
-                raise ErrorReply("forbidden")
-            address = Address(kind, int(pairs["r"]), int(pairs["x"]), int(pairs["c"]))
-            self.reply_message(query, asker, address, min(float(pairs["w"]), 3600))
+            yield self.head(question["nonce"])
+        elif method == "Roster":
+            data = self.roster.signature + self.roster.data
+            yield from (data[at : at + CHUNK] for at in range(0, len(data), CHUNK))
         else:
-            raise ErrorReply("forbidden")
+            if question["kind"] not in ("model", "request", "reply", "cohort", "probe", "join"):
+                raise ErrorReply("forbidden")
+            address = Address(*(question[key] for key in ("kind", "round", "exchange", "client")))
+            wait = max(0.0, min(question["wait"], 3600))
+            yield from self.reply_message(asker, address, wait)
 
-    def reply_message(self, query: zenoh.Query, asker: str, address: Address, wait: float) -> None:
+    def reply_message(self, asker: str, address: Address, wait: float) -> Iterable[bytes]:
         ticket, end = object(), time.monotonic() + wait
         with self.changed:
             mine = self.open_questions.setdefault(asker, {})
@@ -795,7 +774,7 @@ class Node:
                         raise ErrorReply("not_ready")
                     self.changed.wait(end - time.monotonic())
             for attachment, data in parts:
-                query.reply(query.key_expr, data, attachment=attachment)
+                yield struct.pack(">H", len(attachment)) + attachment + data
         finally:
             with self.changed:
                 if mine.get(address) is ticket:
@@ -840,10 +819,9 @@ class Node:
             for old in [old for old in self.messages if old.round <= self.newest - KEPT_ROUNDS]:
                 del self.messages[old]
             self.changed.notify_all()
-        if self.token is None:  # with the node's first message
-            self.token = self.session.liveliness().declare_token(
-                f"coterie/1/{self.run}/{self.me}/alive"
-            )
+        if not self.announced:  # with the node's first message
+            self.announced = True
+            self.say_to_all(True)
 
     def head(self, nonce: str) -> bytes:
         if not self.settings:
@@ -869,33 +847,42 @@ class Node:
 
     # Questions.
 
-    def ask(self, member: str, kind: str, parameters: str, wait: float) -> Iterable[Part]:
-        """The replies to one question. An error reply is raised; so is an empty set."""
-        selector = f"coterie/1/{self.run}/{member}/{kind}/{self.me}" + (
-            f"?{parameters}" if parameters else ""
+    def ask(
+        self, member: str, method: str, question: dict[str, Any], wait: float
+    ) -> Iterable[bytes]:
+        """The parts of the answer to one question. Why there is none is raised; so is an empty answer."""
+        call = self.channel(member).unary_stream(f"/{SERVICE}/{method}")(
+            canonical({"run": self.run, **question}), timeout=wait
         )
         count = 0
-        for reply in self.session.get(
-            selector, consolidation=zenoh.ConsolidationMode.NONE, timeout=wait
-        ):
-            answer = reply.result
-            if isinstance(answer, zenoh.ReplyError):
-                try:
-                    code = parse(answer.payload.to_bytes(), "error")["code"]
-                except (Refused, KeyError):
-                    code = "timeout"  # the engine's own
-                raise ErrorReply(str(code))
-            count += 1
-            yield (
-                b"" if answer.attachment is None else answer.attachment.to_bytes(),
-                answer.payload.to_bytes(),
-            )
+        try:
+            for part in call:
+                count += 1
+                yield part
+        except grpc.RpcError as error:
+            if not isinstance(error, grpc.Call):
+                raise
+            code = error.code().name
+            if code == "FAILED_PRECONDITION":
+                with suppress(Refused, KeyError):
+                    code = str(parse((error.details() or "").encode(), "error")["code"])
+            elif code == "UNAVAILABLE":
+                self.alive.discard(member)
+            raise ErrorReply(code) from None
+        finally:
+            call.cancel()
         if not count:
             raise ErrorReply("nothing")
 
+    def ask_parts(self, member: str, address: Address, wait: float) -> Iterable[Part]:
+        """The attachments and chunks of a message."""
+        question = {**vars(address), "wait": round(0.8 * wait, 3)}
+        for frame in self.ask(member, "Message", question, wait):
+            (length,) = struct.unpack(">H", frame[:2]) if len(frame) >= 2 else (0,)
+            yield frame[2 : 2 + length], frame[2 + length :]
+
     def read(self, member: str, address: Address, expected: Expected, wait: float) -> Tensors:
-        parameters = f"r={address.round};x={address.exchange};c={address.client};w={0.8 * wait:.3f}"
-        parts = self.ask(member, address.kind, parameters, wait)
+        parts = self.ask_parts(member, address, wait)
         try:
             tensors = self.reader.open(
                 parts, member, self.roster.members[member]["key"], address, expected
@@ -903,6 +890,7 @@ class Node:
         except Refused as error:
             tell("refused", peer=member, code=error.code, detail=str(error))
             raise
+        self.alive.add(member)
         self.read_count += 1
         self.last_read = (address.round, time.monotonic())
         return tensors
@@ -910,9 +898,9 @@ class Node:
     def ask_head(self, member: str) -> dict[str, Any] | None:
         nonce = os.urandom(8).hex()
         try:
-            (_, reply), *_ = self.ask(member, "head", f"n={nonce}", HEAD_WAIT)
+            reply = b"".join(self.ask(member, "Head", {"nonce": nonce}, HEAD_WAIT))
             return read_head(reply, self.roster.members[member]["key"], self.run, member, nonce)
-        except (ErrorReply, Refused, zenoh.ZError) as error:
+        except (ErrorReply, Refused) as error:
             if isinstance(error, Refused):
                 tell("refused", peer=member, code=error.code, detail=str(error))
             return None
@@ -936,7 +924,7 @@ class Node:
             member = random.choice(self.others())
             head = self.ask_head(member)
             if head is not None and head["roster"] > self.roster.top["version"]:
-                (_, reply), *_ = self.ask(member, "roster", "", HEAD_WAIT)
+                reply = b"".join(self.ask(member, "Roster", {}, HEAD_WAIT))
                 candidates.append(Roster.read(reply[:64], reply[64:], self.organizer))
         except (ErrorReply, Refused, ValueError, OSError) as error:
             tell("roster_refused", error=str(error))
@@ -951,9 +939,13 @@ class Node:
         self.check_roster(roster)
         if roster.members[self.me]["clients"] != self.roster.members[self.me]["clients"]:
             raise Refused("roster", "this node has other clients")
-        self.roster = roster
-        self.session.close()
-        self.open_session()
+        with self.changed:
+            for name, channel in list(self.channels.items()):
+                if roster.members.get(name) != self.roster.members[name]:
+                    channel.close()
+                    del self.channels[name]
+            self.roster = roster
+        self.alive &= roster.members.keys()
         tell("roster", version=roster.top["version"])
 
     # ---------------------------------------------------------------------------------------------- Start and end
@@ -1009,7 +1001,10 @@ class Node:
         with self.changed:
             self.closing = True
             self.changed.notify_all()
-        self.session.close()
+        self.say_to_all(False)
+        self.listener.stop(5).wait()
+        for channel in self.channels.values():
+            channel.close()
 
     # -------------------------------------------------------------------------------------------------- Catching up
 
@@ -1195,7 +1190,6 @@ def take_part(node: Node, data: Data) -> Params:
 
 
 def main(folder: Path, name: str, path: Path, *times: float) -> None:
-    zenoh.try_init_log_from_env()  # the engine's log, when RUST_LOG is set
     data, node = Data.load(path), Node(folder, name, *times)
     params = take_part(node, data)
     node.stay()

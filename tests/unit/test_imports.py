@@ -104,14 +104,14 @@ def test_importing_the_package_loads_no_heavy_library():
         [
             (
                 ("--help",),
-                ("torch", "numpy", "scipy", "sklearn", "pandas", "matplotlib", "pyarrow", "zenoh"),
+                ("torch", "numpy", "scipy", "sklearn", "pandas", "matplotlib", "pyarrow", "grpc"),
             ),
             (
                 ("run", "--help"),
-                ("torch", "numpy", "scipy", "sklearn", "pandas", "matplotlib", "pyarrow", "zenoh"),
+                ("torch", "numpy", "scipy", "sklearn", "pandas", "matplotlib", "pyarrow", "grpc"),
             ),
-            (("methods",), ("scipy", "sklearn", "matplotlib", "zenoh")),
-            (("studies",), ("sklearn", "matplotlib", "zenoh")),
+            (("methods",), ("scipy", "sklearn", "matplotlib", "grpc")),
+            (("studies",), ("sklearn", "matplotlib", "grpc")),
         ]
     ),
     ids=["help", "run-help", "methods", "studies"],

@@ -66,6 +66,7 @@ ELSEWHERE = {
     "testing/models": "contract/test_pieces.py",
     "testing/rules": "contract/test_pieces.py",
     "testing/tiny": "contract/test_methods.py",
+    "testing/transports": "contract/test_transports.py",
     "methods/cost": "unit/results/test_traffic.py",
     # methods with a server are tested by what their papers claim
     "methods/apfl": "paper/test_personalized.py",
@@ -137,6 +138,6 @@ def test_every_module_has_its_test_beside_its_name_or_is_listed_with_the_one_tha
 
 def test_names_of_tests_are_read_as_written():
     """Otherwise the tests above could not fail."""
-    assert subjects(Path("net/test_engine_log.py")) == {"net/engine", "net/engine_log"}
+    assert subjects(Path("net/test_grpc_transport.py")) == {"net/grpc", "net/grpc_transport"}
     assert subjects(Path("test_rng.py")) == {"rng"}
     assert {"net/wire", "engine/vmap", "engine/native/trace"} <= modules(PACKAGE)

@@ -42,7 +42,7 @@ def add_commands(app: typer.Typer) -> None:
 
 def _check_packages() -> None:
     # Found without an import, which takes seconds.
-    for package in ("cryptography", "zenoh"):
+    for package in ("cryptography", "grpc"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
                 f"{package} is not installed; real peers need it: {extras.install_command('net')}"

@@ -124,12 +124,12 @@ def _open_visitor(
     file: NodeFile, roster: Roster, own: Identity, plan: Any, federation: Federation, insecure: bool
 ) -> Iterator[Node]:
     """A node that asks the others without taking part."""
-    from coterie.net.zenoh_transport import ZenohTransport
+    from coterie.net.grpc_transport import GrpcTransport
 
     log = Log(own.name, level="error")
     with (
         tempfile.TemporaryDirectory() as folder,
-        ZenohTransport(
+        GrpcTransport(
             roster, own.name, None if insecure else own, listen=file.listen or None, log=log
         ) as transport,
     ):

@@ -92,7 +92,7 @@ class RemoteExchange:
         """Note members that did not answer at the start.
 
         Args:
-            names: members that are asked again once their liveliness token is seen.
+            names: members that are asked again once they are seen.
             for_good: members that run another study, which are never asked.
         """
         self._away, self._odd = frozenset(names), frozenset(for_good)
@@ -100,7 +100,7 @@ class RemoteExchange:
     def _unreachable_clients(self) -> set[int]:
         """Return the clients of members that are away now or were removed."""
         alive = self.post.transport.alive_members()
-        # A member that was never seen is asked all the same: its token may be on its way.
+        # A member that was never seen is asked all the same: it may come at any moment.
         self._seen |= alive
         self._away = (self._away | self._seen) - alive
         away = {

@@ -86,11 +86,11 @@ class Fleet:
             str(self.files[name]),
         ]
         command += [*self._arguments, *arguments]
-        # what the engine says on stdout is kept apart from the node's own log
+        # what is printed on stdout is kept apart from the node's own log
         with ExitStack() as stack:
             out = None
             if self.logs is not None:
-                out = stack.enter_context((self.logs / f"{name}.engine.log").open("a"))
+                out = stack.enter_context((self.logs / f"{name}.out").open("a"))
             process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.PIPE, text=True, env=self._environment
             )

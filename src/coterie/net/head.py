@@ -14,12 +14,11 @@ from coterie.methods.registry import all_settings
 from coterie.models.layout import Layout
 from coterie.net.payload import Refused, parse_strict_json
 from coterie.net.roster import Roster
-from coterie.net.wire import SIGNATURE, VERSION, canonical_json
+from coterie.net.wire import MAX_HEAD, SIGNATURE, VERSION, canonical_json
 from coterie.runtime.settings import Settings
 
 # It precedes what is signed, so that a signature of another kind of text never counts here.
 _DOMAIN = b"coterie head 1\n"
-_MAX = 64 * 1024
 # Each node chooses these for itself: they change its speed and its files, not its results.
 _OWN_AFFAIR = (
     "engine",
@@ -94,8 +93,8 @@ def parse_head(
     """
     signature, text = data[:SIGNATURE], data[SIGNATURE:]
     # The length first: nothing is hashed for a text that is too long.
-    if len(text) > _MAX:
-        raise Refused("head", f"{len(text)} bytes; expected at most {_MAX}")
+    if len(text) > MAX_HEAD:
+        raise Refused("head", f"{len(text)} bytes; expected at most {MAX_HEAD}")
     # Nothing of the text is interpreted before its signature is checked.
     if not verify(signature, _DOMAIN + text):
         raise Refused("signature", f"the head is not signed by {peer}'s key of the roster")

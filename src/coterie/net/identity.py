@@ -179,6 +179,15 @@ def key_fingerprint(key: ec.EllipticCurvePublicKey) -> str:
     return hashlib.sha256(der).hexdigest()
 
 
+def key_host(key: str) -> str:
+    """Return the host name that a certificate has for a key, by the key's fingerprint.
+
+    A node that dials a member demands this name, so that no other member's certificate will do.
+    """
+    # A part of a host name has at most 63 characters, and a fingerprint 64.
+    return f"{key[:32]}.{key[32:]}.coterie"
+
+
 # ---------------------------------------------------------------- certificates
 
 
@@ -402,7 +411,10 @@ def sign_request(
     )
     certificate = (
         _certificate_builder(subject, ca.subject, key, days, now)
-        .add_extension(wanted, critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([*wanted, x509.DNSName(key_host(key_fingerprint(key)))]),
+            critical=False,
+        )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(digital_signature=True), critical=True)
         .add_extension(
@@ -476,6 +488,20 @@ class Identity:
     def sign(self, data: bytes) -> bytes:
         """Sign some bytes with the member's key."""
         return sign(self.key, data)
+
+    def read_files(self) -> tuple[bytes, bytes, bytes]:
+        """Return the private key, the certificate and the authority's certificate in PEM.
+
+        Raises:
+            TransportError: when a file cannot be read.
+        """
+        try:
+            key, certificate, ca = (
+                path.read_bytes() for path in (self.key_file, self.certificate_file, self.ca_file)
+            )
+        except OSError as error:
+            raise TransportError(f"cannot read {error.filename}: {error.strerror}") from None
+        return key, certificate, ca
 
 
 def check_dates(what: Path, certificate: x509.Certificate, now: datetime) -> None:

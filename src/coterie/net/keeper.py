@@ -13,9 +13,9 @@ from coterie._util.files import write_atomically
 from coterie.errors import PeerMismatch, TransportError
 from coterie.net import roster as rosters
 from coterie.net.roster import Roster
+from coterie.net.wire import MAX_ROSTER
 
 SEEN = "roster.seen"
-MAX_BYTES = 1024 * 1024
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -58,7 +58,7 @@ class Keeper:
 
     def _accept_newer(self, data: bytes, source: str) -> bool:
         """Take a roster if it is a newer one."""
-        if len(data) > MAX_BYTES:
+        if len(data) > MAX_ROSTER:
             self._log("roster_refused", level="warning", source=source, text=f"{len(data)} bytes")
             return False
         try:

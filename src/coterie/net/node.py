@@ -523,7 +523,7 @@ class Node:
         if self.participants is not None:
             self.participants = self.participants.with_roster(new)
             seen = self.participants.roster_for(self.transport.name)
-        # Keys first: no message by an old key counts when the links are open again.
+        # Keys first: no message by an old key counts under the new roster.
         self.post.use_roster(replace(seen, schema=self.schema))
         self.transport.use_roster(new)
 
@@ -595,7 +595,7 @@ class Node:
         )
         received = self.post.traffic.received
         self.log.round, before = index, self._reputation
-        # Between rounds, because links are opened again, and no question may be open then.
+        # Between rounds, so that one round has one roster.
         self.update_roster()
         try:
             self.loop.run_next_round()
@@ -851,7 +851,7 @@ class Node:
             ("coterie_round", "round that is going on", labels, self.loop.next_round),
             (
                 "coterie_peers_alive",
-                "members whose token is seen",
+                "members that say that they take part",
                 labels,
                 len(self.transport.alive_members()),
             ),

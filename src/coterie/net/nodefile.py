@@ -29,6 +29,7 @@ from coterie.errors import ConfigError, DataError, require
 from coterie.methods.base import Method
 from coterie.net.node import Patience, RunSpec
 from coterie.net.post import Terms
+from coterie.net.wire import CHUNK
 from coterie.rng import Rng
 from coterie.runtime.settings import Settings
 from coterie.studies import config
@@ -86,7 +87,7 @@ class NetworkSettings(Configurable):
         server_wait: seconds to keep asking a server that does not answer.
         redraws: how often the peers of a round are drawn again when some are missing.
         half: send models in half precision.
-        chunk: bytes in a chunk, 1024 to 524288; 262144 below 1 Mbit/s.
+        chunk: bytes in a chunk, 1024 to 262144; fewer below 1 Mbit/s.
         start: seconds to wait at the start for members that do not answer.
         linger: seconds to stay at the end for members that make no progress, new clients that have
             not joined yet included; "unlimited" to wait for them as long as it takes.
@@ -98,7 +99,7 @@ class NetworkSettings(Configurable):
     server_wait: NonNegativeFloat = 600.0
     redraws: NonNegativeInt = 5
     half: bool = False
-    chunk: Annotated[int, Ge(1024), Le(512 * 1024)] = 512 * 1024
+    chunk: Annotated[int, Ge(1024), Le(CHUNK)] = CHUNK
     start: NonNegativeFloat = 60.0
     linger: NonNegativeFloat | Literal["unlimited"] = 120.0
     lease: Annotated[float, Ge(1)] = 10.0

@@ -52,7 +52,7 @@ class Terms:
         server_wait: seconds to keep asking a server that does not answer.
         redraws: how often the peers of a round are drawn again when some are missing.
         half: send models in half precision.
-        chunk: bytes in a chunk; fewer than 524288 for links below 1 Mbit/s.
+        chunk: bytes in a chunk; fewer than 262144 for links below 1 Mbit/s.
     """
 
     deadline: float = 30.0

@@ -16,9 +16,7 @@ from coterie.errors import ConfigError, DiskFull, TransportError
 from coterie.net import latecomers, nodefile
 from coterie.net import roster as rosters
 from coterie.net.audit import Audit
-from coterie.net.doorkeeper import Doorkeeper
-from coterie.net.engine_log import capture_engine_log
-from coterie.net.identity import Identity, encode_public_key, split_address
+from coterie.net.identity import Identity, encode_public_key
 from coterie.net.keeper import Keeper
 from coterie.net.log import Log, MetricsServer
 from coterie.net.node import Node
@@ -86,7 +84,7 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
         file: node.toml.
         insecure: without TLS, on loopback only.
     """
-    from coterie.net.zenoh_transport import ZenohTransport
+    from coterie.net.grpc_transport import GrpcTransport
 
     study, _, _ = file.select_run()
     # The name is in the certificate, which is not read yet.
@@ -110,14 +108,8 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
         if insecure:
             log("insecure", level="warning", text=_GIVEN_UP)
         with defer_signals():  # threads start here: who starts them must come to own them
-            engine = stack.enter_context(capture_engine_log(log))
-            engine.name_of = roster.name_of  # links come up before the transport is ready
-            port = split_address(file.listen or roster.member(own.name).address)[1]
-            door = Doorkeeper(port, [split_address(m.address)[0] for m in roster.members], log)
-            engine.on_failed, engine.on_link = door.note_failure, door.add_known
-            stack.callback(door.close)
             transport = stack.enter_context(
-                ZenohTransport(
+                GrpcTransport(
                     roster,
                     own.name,
                     None if insecure else own,
@@ -126,8 +118,6 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
                     log=log,
                 )
             )
-        # From now on by the newest roster, which the transport has.
-        engine.name_of = transport.name_of
         transport.outbox.permit = audit.record_answer
         node = Node(
             nodefile.make_run_spec(study), federation, roster, transport, own.sign, folder,
@@ -140,7 +130,7 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
             stack.callback(
                 MetricsServer(
                     file.metrics_port,
-                    lambda: [*node.prometheus_samples(), *engine.prometheus_samples()],
+                    lambda: [*node.prometheus_samples(), *transport.prometheus_samples()],
                 ).close
             )
         yield node

@@ -1,6 +1,6 @@
 """Transport: the interface that carries messages, and an in-process implementation of it.
 
-The exchange does not depend on zenoh, and another network engine can implement the interface.
+The exchange does not depend on gRPC, and another network library can implement the interface.
 """
 
 import builtins

@@ -19,9 +19,11 @@ from torch import Tensor
 from coterie.net.payload import Refused, Template, decode, encode, parse_strict_json
 
 VERSION = 1
-# Bytes. The engine bounds the time of one message, so a slow link needs small ones.
-CHUNK = 512 * 1024
+# Bytes: what a node holds at most of an answer that its asker reads slowly.
+CHUNK = 256 * 1024
 MAX_MANIFEST = 4096
+MAX_HEAD = 128 * 1024  # a thousand names of members are 66 kB
+MAX_ROSTER = 1024 * 1024
 SIGNATURE = 64
 CODECS = ("safetensors", "safetensors-f16")
 KINDS = ("model", "request", "reply", "cohort", "probe", "join")
@@ -66,7 +68,7 @@ class Manifest:
         to: the only node that may use it; "" for all members.
         codec: "safetensors", or "safetensors-f16" when models travel in half precision.
         bytes: length of the payload.
-        chunk: length of every chunk but the last, at most 524288.
+        chunk: length of every chunk but the last, at most 262144.
         sha256: digest of the payload, in hexadecimal.
         schema: the model schema's hash, from the roster.
     """
@@ -177,7 +179,7 @@ def seal_parcel(
         to: the only node that may use it; "" for all members.
         half: names of tensors that travel as float16.
         gaps: names of tensors that may hold NaN.
-        chunk: bytes in a chunk, at most 524288.
+        chunk: bytes in a chunk, at most 262144.
 
     Raises:
         Refused: when a value is not finite, or does not fit into half precision.
@@ -201,6 +203,23 @@ def canonical_json(document: Any) -> bytes:
     """Return a document as JSON with sorted keys and no spaces, for hashing and signing."""
     # NaN is no JSON, and programs in other languages must get the same text.
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def write_frame(attachment: bytes, chunk: bytes | memoryview) -> bytes:
+    """Return a chunk as it travels: the length of its attachment (2 bytes), that, and the chunk."""
+    return b"".join([len(attachment).to_bytes(2, "big"), attachment, chunk])
+
+
+def read_frame(frame: bytes) -> tuple[bytes, memoryview]:
+    """Return the attachment and the chunk of a frame.
+
+    Raises:
+        Refused: when it is too short.
+    """
+    end = 2 + int.from_bytes(frame[:2], "big")
+    if len(frame) < max(2, end):
+        raise Refused("chunk", f"a frame of {len(frame)} bytes; it says that it has {end} or more")
+    return frame[2:end], memoryview(frame)[end:]
 
 
 def parse_manifest(text: bytes) -> Manifest:
@@ -256,7 +275,7 @@ class Assembler:
         self._payload, self._got, self._next = bytearray(), 0, 0
         self._digest = hashlib.sha256()
 
-    def feed(self, attachment: bytes, chunk: bytes) -> None:
+    def feed(self, attachment: bytes, chunk: bytes | memoryview) -> None:
         """Take the next chunk.
 
         Raises:

@@ -13,6 +13,7 @@ from coterie.testing.methods import check_method, run_grouped, run_method
 from coterie.testing.models import check_model
 from coterie.testing.rules import check_aggregation, check_selection
 from coterie.testing.tiny import TinyTokens, tiny_federation, tiny_settings, tiny_source
+from coterie.testing.transports import check_transport
 
 __all__ = [
     "TinyTokens",
@@ -25,6 +26,7 @@ __all__ = [
     "check_partition",
     "check_selection",
     "check_shift",
+    "check_transport",
     "run_grouped",
     "run_method",
     "tiny_federation",

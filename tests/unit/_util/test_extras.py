@@ -14,7 +14,7 @@ STATED = [
     "torch>=2.6",
     "torchvision>=0.21; extra == 'vision'",
     'cryptography>=43 ; extra == "net"',
-    'eclipse-zenoh<1.11,>=1.10; extra == "net"',
+    'grpcio<2,>=1.66; extra == "net"',
     "mkdocstrings[python]>=0.26; extra == 'docs'",
     "other; extra == 'internet'",
 ]
@@ -29,10 +29,7 @@ def stated(monkeypatch):
 @pytest.mark.usefixtures("stated")
 def test_the_packages_of_an_extra_are_named_as_a_shell_takes_them():
     assert extras.install_command("vision") == "pip install 'torchvision>=0.21'"
-    assert (
-        extras.install_command("net")
-        == "pip install 'cryptography>=43' 'eclipse-zenoh<1.11,>=1.10'"
-    )
+    assert extras.install_command("net") == "pip install 'cryptography>=43' 'grpcio<2,>=1.66'"
     assert extras.install_command("docs") == "pip install 'mkdocstrings[python]>=0.26'"
 
 

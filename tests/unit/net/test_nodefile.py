@@ -69,7 +69,7 @@ def test_a_node_may_wait_for_new_clients_without_limit(tmp_path):
         ("[network]\ndeadlin = 3", "unknown key 'deadlin'; did you mean 'deadline'"),
         (
             "[network]\nchunk = 1000000",
-            "chunk is 1000000; expected a whole number, from 1024 to 524288",
+            "chunk is 1000000; expected a whole number, from 1024 to 262144",
         ),
         ("[network]\nlease = 0.1", "lease is 0.1"),
         ("x = ", "is not valid TOML"),

@@ -3,15 +3,12 @@
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coterie.net import fleet, process, zenoh_transport
-from coterie.net.engine_log import EngineLog
-from coterie.net.log import Log
+from coterie.net import fleet, grpc_transport, process
 from coterie.studies import config
 
 STUDY = """
@@ -91,13 +88,7 @@ def test_a_node_told_to_end_while_its_transport_starts_closes_it(
         def __exit__(self, *_: object) -> None:
             events.append("closed")
 
-    @contextmanager
-    def silent(log: Log) -> Iterator[EngineLog]:
-        with (tmp_path / "out").open("w") as out:
-            yield EngineLog(log, out)
-
-    monkeypatch.setattr(zenoh_transport, "ZenohTransport", Starting)
-    monkeypatch.setattr(process, "capture_engine_log", silent)
+    monkeypatch.setattr(grpc_transport, "GrpcTransport", Starting)
     files = fleet.lay_out(tmp_path, config.parse_study_text(STUDY))
     with pytest.raises(expected):
         process.run_node(files["node-00"], insecure=True)

@@ -103,12 +103,12 @@ def test_any_tensors_round_trip_and_the_library_reads_the_same(kinds):
         assert torch.equal(theirs[name], tensor)
 
 
-def test_a_large_message_travels_in_chunks_of_at_most_512_kib():
-    """1.5 million bytes: two full chunks and a rest; each but the first carries four bytes of number."""
+def test_a_large_message_travels_in_chunks_of_at_most_256_kib():
+    """1.5 million bytes: five full chunks and a rest; each but the first carries four bytes of number."""
     tensors = {"params": torch.arange(375_000.0)}
     parts = list(sealed(tensors).iterate_chunks())
-    assert [len(chunk) for _, chunk in parts][:2] == [524288, 524288]
-    assert [len(attachment) for attachment, _ in parts[1:]] == [4, 4]
+    assert [len(chunk) for _, chunk in parts] == [262144] * 5 + [189360]
+    assert [len(attachment) for attachment, _ in parts[1:]] == [4] * 5
     assert torch.equal(opened(parts, expected(tensors))["params"], tensors["params"])
 
 

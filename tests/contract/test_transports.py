@@ -1,0 +1,81 @@
+"""Every transport keeps the same contract: in one process and over the network."""
+
+from contextlib import ExitStack
+
+import pytest
+
+from coterie.net import local
+from coterie.net.grpc_transport import GrpcTransport
+from coterie.net.outbox import Missing
+from coterie.net.transport import Hub, InProcess
+from coterie.testing import check_transport
+
+
+def test_the_transport_inside_a_program_keeps_the_contract():
+    hub = Hub()
+    check_transport(
+        lambda roster, keys: (roster, keys, [InProcess(hub, m.name) for m in roster.members])
+    )
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("insecure", [False, True], ids=["mutual-tls", "plain"])
+def test_the_transport_over_grpc_keeps_the_contract(insecure, tmp_path, port):
+    with ExitStack() as stack:
+
+        def make(roster, keys):
+            roster, people = local.create_credentials(tmp_path, roster)
+            transports = [
+                stack.enter_context(GrpcTransport(roster, own.name, None if insecure else own))
+                for own in people
+            ]
+            return roster, tuple(own.key for own in people), transports
+
+        check_transport(make, port=port)
+
+
+class Late(InProcess):
+    """Answers at once that a message is not ready, though it may still come."""
+
+    def fetch(self, peer, expect, deadline):
+        return super().fetch(peer, expect, min(deadline, 0.01))
+
+
+class Silent(InProcess):
+    """Tells nobody who takes part."""
+
+    def alive_members(self):
+        return frozenset()
+
+
+class Public(InProcess):
+    """Gives everybody what is for one reader."""
+
+    def publish(self, address, what, *, to=""):
+        super().publish(address, what)
+
+
+class Torn(InProcess):
+    """Loses the end of a roster."""
+
+    def ask_roster(self, peer, deadline):
+        found = super().ask_roster(peer, deadline)
+        return found if isinstance(found, Missing) else found[:-1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Late, "a question about a coming round is held"),
+        (Silent, "who publishes takes part"),
+        (Public, "refused:reader is not forbidden"),
+        (Torn, "a roster arrives whole"),
+    ],
+)
+def test_a_transport_that_breaks_the_contract_is_named(kind, said, monkeypatch):
+    monkeypatch.setattr("coterie.testing.transports._WAIT", 1.0)
+    hub = Hub()
+    with pytest.raises(AssertionError, match=said):
+        check_transport(
+            lambda roster, keys: (roster, keys, [kind(hub, m.name) for m in roster.members])
+        )

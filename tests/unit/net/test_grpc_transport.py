@@ -1,0 +1,249 @@
+"""The transport over gRPC: who is dialed, who counts as there, what is refused at the door, and bounds."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+import grpc
+import pytest
+
+from coterie.errors import TransportError
+from coterie.net import grpc_transport, local
+from coterie.net.grpc_transport import GrpcTransport, check_loopback, escape_text
+from coterie.net.outbox import Missing
+from coterie.net.payload import Refused
+from coterie.net.roster import Member, Roster
+from coterie.net.wire import Address, canonical_json, read_frame, write_frame
+
+
+def until(condition) -> None:
+    pause = threading.Event()
+    for _ in range(300):
+        if condition():
+            return
+        pause.wait(0.05)
+    raise AssertionError("it did not come to be")
+
+
+@pytest.fixture
+def plain(port) -> Iterator[list[GrpcTransport]]:
+    """Three members without certificates, on loopback."""
+    who, _ = local.make_members([[0], [1], [2]], port=port)
+    made = [GrpcTransport(who, member.name, None) for member in who.members]
+    for one in made:
+        one.serve_head(lambda nonce: b"here")
+    yield made
+    for one in made:
+        one.close()
+
+
+def test_a_node_dials_whom_it_asks_and_nobody_else(plain):
+    a, b, c = plain
+    assert a.ask_head("n1", "1", 2.0) == b"here"
+    assert set(a._links) == {"n1"}
+    assert not b._links
+    assert not c._links
+    assert a.ask_head("n9", "1", 2.0) == Missing("removed")
+
+
+def test_a_link_that_is_not_used_is_closed_and_one_that_was_lost_is_dialed_until_it_is_back(
+    plain, monkeypatch
+):
+    """n1 is here and not asked any more; n2 was here and is not, without a word; n9 never was."""
+    a, b, c = plain
+    monkeypatch.setattr(grpc_transport, "_IDLE", 0.2)
+    a._run(_restart_sweeper(a))
+    for name in ("n1", "n2"):
+        a.ask_head(name, "1", 2.0)
+    for one in (b, c):
+        one.publish(Address(0, 0, 0), Missing("withheld", 0))
+    until(lambda: not a._links or {"n1", "n2"} <= a.alive_members())
+    until(lambda: not a._links)
+    assert a.alive_members() <= {"n1", "n2"}, "a closed link says nothing of its member"
+    with a._lock:
+        a._known.add("n2")
+        a._alive.discard("n2")
+    a.ask_head("n2", "1", 2.0)
+    a._note_presence("n2", False)
+    link = a._links["n2"]
+    link.watch.get_loop().call_soon_threadsafe(link.watch.cancel)
+    threading.Event().wait(0.6)
+    assert set(a._links) == {"n2"}
+
+
+async def _restart_sweeper(node: GrpcTransport) -> None:
+    import asyncio
+
+    node._sweeper.cancel()
+    node._sweeper = asyncio.create_task(node._close_unused_links())
+
+
+def test_a_member_that_leaves_says_so_and_one_that_comes_back_is_there_again(plain):
+    a, b, _ = plain
+    told = []
+    a._log = lambda event, **details: told.append((event, details.get("peer")))
+    b.ask_head("n0", "1", 2.0)
+    b.publish(Address(0, 0, 0), Missing("withheld", 0))
+    until(lambda: "n1" in a.alive_members())
+    b.close()
+    until(lambda: "n1" not in a.alive_members())
+    again = GrpcTransport(a.roster, "n1", None)
+    try:
+        again.ask_head("n0", "1", 2.0)
+        again.publish(Address(0, 0, 0), Missing("withheld", 0))
+        until(lambda: "n1" in a.alive_members())
+    finally:
+        again.close()
+    until(lambda: len(told) == 4)
+    assert told == [("peer_up", "n1"), ("peer_down", "n1")] * 2
+
+
+def test_a_member_that_comes_and_goes_does_not_fill_the_log(plain):
+    a, _, _ = plain
+    told = []
+    a._log = lambda event, **details: told.append(event)
+    for _ in range(500):
+        a._note_presence("n1", True)
+        a._note_presence("n1", False)
+    a._logger.submit(lambda: None).result()
+    assert len(told) == grpc_transport._CHANGES
+
+
+@pytest.mark.parametrize(
+    ("details", "expected"),
+    [
+        ('{"code":"gone","round":7}', Missing("gone", 7)),
+        ('{"code":"gone","round":true}', Missing("gone", None)),
+        ('{"code":"gone","round":' + "9" * 900 + "}", Missing("gone", None)),
+        ('{"code":"withheld","round":-3}', Missing("withheld", None)),
+    ],
+)
+def test_reasons_are_read_strictly(details, expected):
+    error = grpc.aio.AioRpcError(grpc.StatusCode.FAILED_PRECONDITION, (), (), details)
+    assert grpc_transport._read_error(error) == expected
+
+
+@pytest.mark.parametrize(
+    "details",
+    ['{"code":"x\\ny","round":1}', "[1]", "no JSON\n", '{"code":"gone","code":"gone"}', ""],
+)
+def test_other_words_of_a_peer_are_no_reason_and_can_be_printed(details):
+    error = grpc.aio.AioRpcError(grpc.StatusCode.FAILED_PRECONDITION, (), (), details)
+    found = grpc_transport._read_error(error)
+    assert found.reason == "unreachable"
+    assert found.text.isprintable()
+
+
+def test_what_others_say_is_shown_in_few_characters_that_can_be_printed():
+    assert escape_text('a\n{"event": 1}\x1b[31m\u202e') == 'a\\n{"event": 1}\\x1b[31m\\u202e'
+    assert len(escape_text("\n" * 1000)) == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "fine"),
+    [
+        (b'{"run":"r","wait":1.5}', True),
+        (b'{"run":"r","wait":1}', True),
+        (b'{"run":"r","wait":true}', False),
+        (b'{"run":"r","wait":1e999}', False),
+        (b'{"run":"r","wait":-2}', False),
+        (b'{"run":1,"wait":1}', False),
+        (b'{"run":"r"}', False),
+        (b'{"run":"r","wait":1,"more":1}', False),
+        (b'{"run":"r","wait":1' + b" " * 1024 + b"}", False),
+        (b'{"run":"r","wait":' + b"9" * 900 + b"}", False),
+    ],
+)
+def test_a_question_has_its_fields_and_no_others(body, fine):
+    def parse():
+        return grpc_transport._parse_fields(body, {"run": str, "wait": float})
+
+    if fine:
+        assert set(parse()) == {"run", "wait"}
+    else:
+        with pytest.raises(Refused):
+            parse()
+
+
+def test_frames_come_back_and_short_ones_are_refused():
+    for attachment, chunk in ((b"", b""), (b"abcd", b""), (bytes(68), bytes(1000))):
+        assert read_frame(write_frame(attachment, chunk)) == (attachment, chunk)
+    for frame in (b"", b"\0", b"\0\5abcd"):
+        with pytest.raises(Refused, match="chunk"):
+            read_frame(frame)
+
+
+def test_one_member_has_so_many_questions_open_and_others_are_answered(plain):
+    """Questions for messages to come wait without a thread; those beyond the bound are told so at once."""
+    a, _, c = plain
+    channel = grpc.insecure_channel(a.roster.members[0].address)
+    ask = channel.unary_stream("/coterie.v1/Message")
+
+    def question(round: int) -> bytes:
+        return canonical_json({"run": "local", "kind": "model", "round": round, "exchange": 0, "client": 0, "wait": 60.0})  # fmt: skip
+
+    threads = threading.active_count()
+    calls = [ask(question(n), timeout=30, metadata=(("coterie-name", "n1"),)) for n in range(100)]
+    until(lambda: sum(call.done() for call in calls) >= 100 - 8)
+    assert a.outbox.current_load[1] == 8
+    assert c.ask_head("n0", "1", 2.0) == b"here"
+    assert threading.active_count() <= threads + 40
+    for call in calls:
+        call.cancel()
+    channel.close()
+    until(lambda: not a._serving.get("n1"))
+
+
+def test_calls_of_one_member_beyond_the_bound_are_refused_and_told_once(plain):
+    """A head that takes long holds 32 of its calls; 68 are told "busy" at once, in one event."""
+    a, _, c = plain
+    told, free = [], threading.Event()
+    a._log = lambda event, **details: told.append(
+        (event, details.get("reason"), details.get("peer"))
+    )
+    a.serve_head(lambda nonce: free.wait(60) and b"here")
+    with grpc.insecure_channel(a.roster.members[0].address) as channel:
+        ask, body = (
+            channel.unary_stream("/coterie.v1/Head"),
+            canonical_json({"run": "local", "nonce": "1"}),
+        )
+        calls = [ask(body, timeout=60, metadata=(("coterie-name", "n1"),)) for _ in range(100)]
+        until(lambda: sum(call.done() for call in calls) >= 68)
+        assert a.turned_away == {"too_many": 68}
+        assert isinstance(c.ask_roster("n0", 2.0), Missing), "others are answered"
+        free.set()
+        answered = [call for call in calls if not call.done()]
+        assert [list(call) for call in answered] == [[b"here"]] * 32
+    assert [event for event in told if event[0] == "turned_away"] == [
+        ("turned_away", "too_many", "n1")
+    ]
+
+
+def test_without_tls_every_address_is_on_loopback():
+    far = Roster("r", (Member("a", "192.0.2.1:7000", (0,)),), 1)
+    with pytest.raises(TransportError, match="not a loopback address"):
+        check_loopback(far)
+    near = replace(far, members=(Member("a", "127.0.0.1:7000", (0,)),))
+    check_loopback(near)
+    with pytest.raises(TransportError, match="not a loopback address"):
+        check_loopback(near, "192.0.2.1:7000")
+
+
+def test_a_certificate_names_its_key_and_a_dial_asks_for_it(tmp_path, port):
+    """At n1's address somebody answers with n2's certificate, which has the same host: it is not asked."""
+    who, people = local.create_credentials(
+        tmp_path, local.make_members([[0], [1], [2]], port=port)[0]
+    )
+    moved = [replace(who.members[1], address=f"127.0.0.1:{port + 9}"),
+             replace(who.members[2], address=who.members[1].address)]  # fmt: skip
+    liar = replace(who, members=(who.members[0], *moved))
+    with (
+        GrpcTransport(who, "n0", people[0]) as honest,
+        GrpcTransport(liar, "n2", people[2]) as wrong,
+    ):
+        asked = []
+        wrong.serve_head(lambda nonce: asked.append(nonce) or b"here")
+        found = honest.ask_head("n1", "1", 2.0)
+        assert isinstance(found, Missing)
+        assert found.reason == "unreachable"
+    assert asked == []
