@@ -37,6 +37,7 @@ ELSEWHERE = {
     "runtime/task": "unit/runtime/test_settings.py",
     "studies/definition": "unit/studies/test_config.py",
     "studies/inputs": "unit/studies/test_run.py",
+    "studies/jobs": "unit/studies/test_run.py",
     # engines are tested by what a task computes with each of them; the native ones by what their
     # programs compute
     "engine/_base": "unit/engine/test_task.py",

@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coterie._util.names import format_clients
-from coterie.functional.metrics import ACCURACY, DIVERGED, REGISTRY, Metric, Metrics
+from coterie.functional.metrics import DIVERGED, REGISTRY, Metric, Metrics
 from coterie.results import pairs
 from coterie.results.clients import load_client_rows
 from coterie.results.coverage import describe_coverage, describe_skipped_rounds
@@ -136,7 +136,7 @@ def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Run
             # rounds before it.
             advance = step.round - latest.get(step.run_name, -2)
             latest[step.run_name] = step.round
-            bars.update(tasks[step.label], advance=advance, value=_format_score(step))
+            bars.update(tasks[step.label], advance=advance, value=step.describe_score())
 
         yield observe
 
@@ -154,24 +154,11 @@ def _make_line_observer(console: Console, every: float = SECONDS) -> RunObserver
         now, number = time.monotonic(), step.round + 1
         if number == step.rounds or now - shown >= every:
             shown = now
-            parts = f"{step.run_name}: round {number}/{step.rounds}", _format_score(step)
+            parts = f"{step.run_name}: round {number}/{step.rounds}", step.describe_score()
             text = ", ".join(filter(None, parts))
             console.print(f"{text} ({now - started:.0f} s)", highlight=False, markup=False)
 
     return observe
-
-
-def _format_score(step: Step) -> str:
-    """Format the validation metric or loss, if this round was evaluated."""
-    if step.diverged:
-        clients = "client" if step.diverged == 1 else "clients"
-        return f"{step.diverged} {clients} diverged"
-    if np.isnan(step.score):
-        return "" if np.isnan(step.loss) else f"val. loss {step.loss:.4g}"
-    metric = REGISTRY[step.metric]
-    title = "acc." if metric == ACCURACY else metric.short
-    value = metric.format_value(step.score, brief=True)
-    return f"val. {title} {value} {metric.unit}".rstrip()
 
 
 def print_results(study: Study, console: Console) -> None:

@@ -77,6 +77,14 @@ class Progress:
         """The name of the run, such as "DAC, seed 0"."""
         return name_run(self.label, self.seed, self.point)
 
+    def describe_score(self) -> str:
+        """Describe the validation metric or loss in a few words; "" if it was not evaluated."""
+        if np.isnan(self.score):
+            return "" if np.isnan(self.loss) else f"val. loss {self.loss:.4g}"
+        metric = REGISTRY[self.metric]
+        title = "acc." if metric == ACCURACY else metric.short
+        return f"val. {title} {metric.format_value(self.score, brief=True)} {metric.unit}".rstrip()
+
     @property
     def accuracy(self) -> float:
         """The mean validation accuracy; NaN where another metric goes with the loss."""

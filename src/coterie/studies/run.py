@@ -17,7 +17,7 @@ import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,6 @@ from coterie.simulation.run import (
     Observer,
     Progress,
     check_run,
-    name_run,
     reopen_loop,
     simulate,
 )
@@ -62,56 +61,13 @@ from coterie.studies import config
 from coterie.studies.definition import LABEL, StudyConfig, is_label
 from coterie.studies.describe import describe_federation
 from coterie.studies.inputs import FederationSource, StudyInputs, TrialData
+from coterie.studies.jobs import FoundRuns, FoundTable, Job
+from coterie.studies.notebook import watch_in_notebook
 from coterie.studies.store import CONFIG, RunStore, take_run
 
 FAILURE_FILE = ".failure.txt"
 # PyTorch sends tensors to worker processes through files in this folder.
 SHARED_MEMORY = Path("/dev/shm")
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of a plan: a method and a seed, and the point of a sweep ("num_clients=8")."""
-
-    label: str
-    seed: int
-    point: str = ""
-
-    def __str__(self) -> str:
-        return name_run(self.label, self.seed, self.point)
-
-
-@dataclass(frozen=True)
-class FoundTable:
-    """How the table of a study was read.
-
-    Args:
-        lines: the schema of the table, in words.
-    """
-
-    lines: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(f"table: {line}" for line in self.lines)
-
-
-@dataclass(frozen=True)
-class FoundRuns:
-    """What of a plan was there before its first run began.
-
-    Args:
-        total: runs of the plan: of a study, or of all points of a sweep.
-        finished: runs that are finished, the taken ones included.
-        taken: for each study that has equal runs, how many were taken from it.
-    """
-
-    total: int
-    finished: int
-    taken: Mapping[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        taken = ", ".join(f"{number} taken from {study}" for study, number in self.taken.items())
-        return f"{self.finished} of {self.total} runs are there" + f" ({taken})" * bool(taken)
 
 
 @dataclass(frozen=True, repr=False)
@@ -372,8 +328,10 @@ def run_studies(
     def notify_observers(message: object) -> None:
         if observer is not None and isinstance(message, Progress):
             observer(message)
-        if notes is not None and isinstance(message, Note | FoundRuns | FoundTable):
+        elif notes is not None and isinstance(message, Note | FoundRuns | FoundTable):
             notes(message)
+        elif finished is not None and isinstance(message, Job):
+            finished(message)
 
     # All checks come before anything is written or deleted.
     check_folder(folder)
@@ -400,16 +358,22 @@ def run_studies(
         summary.write_study_files(folder, files)
     for table in reversed(tables):
         notify_observers(table)
-    _do_runs(
-        plan, RunStore(out), notify_observers, workers=workers,
-        overwrite=overwrite, finished=finished, over=over,
-    )  # fmt: skip
+    # Who observes shows progress; else a notebook does.
+    silent = observer is None and notes is None
+    with watch_in_notebook(len(plan.list_jobs())) if silent else nullcontext() as bar:
+
+        def notify(message: object) -> None:
+            notify_observers(message)
+            if bar is not None:
+                bar(message)
+
+        _do_runs(plan, RunStore(out), notify, workers=workers, overwrite=overwrite, over=over)
     return tuple(_finish_study(study, folder / point) for point, study in studies.items())
 
 
 def _do_runs(
     plan: _PlanWork, store: RunStore, notify: Callable[[object], None], *, workers: int,
-    overwrite: bool, finished: Callable[[Job], None] | None, over: FanOut | None,
+    overwrite: bool, over: FanOut | None,
 ) -> None:  # fmt: skip
     """Take the equal runs of other studies, and do the runs that are left."""
     folder, jobs = plan.folder, plan.list_jobs()
@@ -440,8 +404,7 @@ def _do_runs(
         for one, did in (over or fan_out)(plan, given, crew, notify):
             if did:
                 mine.add(one.job)
-                if finished is not None:
-                    finished(one.job)
+                notify(one.job)
         left = [
             job for job in left if job not in mine and not _is_complete(run_folder(folder, job))
         ]

@@ -199,6 +199,7 @@ def tune_study(
     request["study"] = config.format_study(study, decided=False)
     trials: dict[Job, Trial] = {}
     choices: dict[str, Choice] = {}
+    jobs: list[Job] = []
     with ExitStack() as stack:
         home = Path(stack.enter_context(TemporaryDirectory()) if out is None else out)
 
