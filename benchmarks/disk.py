@@ -29,7 +29,7 @@ from coterie.rng import Rng
 
 GIB = 1 << 30
 SHAPE = (3, 32, 32)
-CLIENTS, ROUNDS, TURNS = 8, 1, 3
+CLIENTS, ROUNDS = 8, 1
 _PIECE = 10_000  # images that are written at once
 
 
@@ -87,10 +87,10 @@ def start_side(path: Path, engine: str, model: str, limit: float) -> dict[str, A
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare_sides(path: Path, engine: str, model: str, limit: float) -> dict[str, Any]:
+def compare_sides(path: Path, engine: str, model: str, limit: float, number: int) -> dict[str, Any]:
     """Return the speed on a disk in units of that in memory, as the median of turns."""
     turns = []
-    for _ in range(TURNS):
+    for _ in range(number):
         inside = start_side(path, engine, model, 0)
         outside = start_side(path, engine, model, limit)
         assert inside["sum"] == outside["sum"], "the same models"
@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--size", type=float, default=3.0, help="GiB of images")
     parser.add_argument("--limit", type=float, default=2.0, help="GiB of memory on a disk")
     parser.add_argument("--cells", nargs="+", default=["compiled:lenet-5", "compiled:mlp-c"])
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--side", nargs=4, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.side:
@@ -125,7 +126,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "images.bin"
         make_file(path, given.size)
-        cells = [compare_sides(path, *cell.split(":"), given.limit) for cell in given.cells]
+        cells = [
+            compare_sides(path, *cell.split(":"), given.limit, given.turns) for cell in given.cells
+        ]
     for cell in cells:
         print(cell)
     if given.out:
