@@ -628,6 +628,7 @@ def simulate_in_blocks(
     observer: Observer | None = None,
     notes: Callable[[Note], None] | None = None,
     saved: Callable[[], None] | None = None,
+    plan_runs: int = 1,
 ) -> Run:
     """Run a method over a federation hosted in blocks; the bytes are those of `simulate`.
 
@@ -650,6 +651,7 @@ def simulate_in_blocks(
         observer: called after each round.
         notes: called when something takes seconds, and when blocks are started again.
         saved: called after the files in `folder` were written.
+        plan_runs: runs of the plan that this one is of; see `simulate`.
 
     Raises:
         ConfigError: when something of the run needs all clients in one process.
@@ -664,7 +666,7 @@ def simulate_in_blocks(
                 return simulate(
                     federation, method, model=model, settings=settings, seed=seed, label=label,
                     folder=where, resume=resume, observer=observer, notes=notes, saved=saved,
-                    host=host,
+                    host=host, plan_runs=plan_runs,
                 )  # fmt: skip
         except BlockDied as died:
             done = None if where is None else checkpoint.count_stored_rounds(where)

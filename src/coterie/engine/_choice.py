@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.compiler import CompilerError
-from coterie.engine.native.simple import is_simple
-from coterie.engine.native.trace import NotTraceableError
+from coterie.engine.native.trace import NotTraceableError, Traces
+from coterie.engine.native.traced import trace_module
 from coterie.errors import ConfigError, ModelError, OutOfMemory, describe_unknown, first_line
 from coterie.models.draws import KeyedDraws
 from coterie.models.layout import Layout
@@ -26,10 +27,14 @@ ENGINES: dict[str, type[Engine]] = {
     "compiled": CompiledEngine,
 }
 
-# of compiling a module of simple layers, and another one, once for a machine and a model
-_COMPILE_SECONDS = {True: 2.0, False: 15.0}
-# seconds of the vmap engine for a sample, and for a product in its forward pass
-_SAMPLE, _PRODUCT = 25e-6, 4.5e-10
+# Predicted seconds, fitted to the models of docs/reference/runs/performance/models.json within a
+# factor of two. Building a program: to begin, for a node of its graphs, for a convolution in them.
+_BUILD, _BUILD_NODE, _BUILD_CONVOLUTION = 1.5, 0.0125, 0.3
+# What a program saves: a node of the graph of a step is a call of PyTorch, whatever the batch, and
+# a product of a sample in the forward pass is faster, together with two in the backward pass.
+_CALL, _PRODUCT = 4e-6, 5e-11
+_USUAL_BATCH = 32  # where the batch size is unknown
+_FEW = 2000  # samples that are trained on before building a program could be worthwhile
 
 
 _NO_BATCHING_RULE = re.compile(r"not yet implemented the batching rule for ([\w:]+)")
@@ -50,17 +55,12 @@ def count_products(layout: Layout, x: Tensor) -> int:
         >>> count_products(Layout(net), torch.zeros(5, 1, 4, 4))
         96
     """
-    return _count_operations(layout, x).count // len(x)
-
-
-def _count_operations(layout: Layout, x: Tensor) -> "_ProductCounter":
-    """Return what a module's forward pass of a small batch consists of."""
     x = x.to(next(layout.eval_module.parameters()).device)
     # What the module draws is made of a key outside the counter, so that it does not count.
     draws = KeyedDraws(torch.tensor(0, device=x.device))
     with torch.no_grad(), draws, _ProductCounter() as counted:
         layout.eval_module(x)
-    return counted
+    return counted.count // len(x)
 
 
 class _ProductCounter(TorchDispatchMode):
@@ -68,12 +68,11 @@ class _ProductCounter(TorchDispatchMode):
 
     Attributes:
         count: multiplications.
-        simple: whether all operations are those of simple layers.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.count, self.simple = 0, True
+        self.count = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -84,7 +83,6 @@ class _ProductCounter(TorchDispatchMode):
         """Run one operation and count."""
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
-        self.simple = self.simple and is_simple(name, args)
         if name in ("mm", "bmm"):
             self.count += out.numel() * args[0].shape[-1]
         # Their first argument is what the product is added to.
@@ -100,22 +98,39 @@ class _ProductCounter(TorchDispatchMode):
         return out
 
 
-def is_compiling_worthwhile(layout: Layout, x: Tensor, expected: float | None) -> bool:
-    """Return whether training is expected to take longer than compiling.
+@dataclass(frozen=True)
+class CompilingForecast:
+    """What compiling is predicted to cost and to save, in seconds.
 
-    The answer depends on the model and the amount of work alone, so that a run and its repetition
-    agree.
-
-    Args:
-        layout: of the module.
-        x: a small batch of prepared inputs.
-        expected: number of training samples in all; None for a few.
+    It follows from the graphs of the module and the amount of work alone, never from a clock or
+    from what was compiled before, so that a run and its repetition choose the same engine.
     """
-    if expected is None or x.device.type != "cpu":
-        return False
-    counted = _count_operations(layout, x)
-    seconds = _SAMPLE + _PRODUCT * (counted.count // len(x))
-    return expected * seconds > _COMPILE_SECONDS[counted.simple]
+
+    cost: float
+    saving: float
+
+    @staticmethod
+    def predict(
+        traces: Traces, products: int, samples: float, batch_size: int | None
+    ) -> "CompilingForecast":
+        """Return the forecast of a module.
+
+        Args:
+            traces: the graphs of its training step and its evaluation.
+            products: multiplications in the forward pass of a sample; see `count_products`.
+            samples: on which models are trained in all.
+            batch_size: samples of a step; None for unknown.
+        """
+        nodes = [*traces.train.nodes, *traces.judge.nodes]
+        convolutions = sum(node.name.startswith("convolution") for node in nodes)
+        cost = _BUILD + _BUILD_NODE * len(nodes) + _BUILD_CONVOLUTION * convolutions
+        calls = _CALL * len(traces.train.nodes) / (batch_size or _USUAL_BATCH)
+        return CompilingForecast(cost, samples * (calls + _PRODUCT * products))
+
+    @property
+    def is_worthwhile(self) -> bool:
+        """Whether compiling saves more than it costs."""
+        return self.saving > self.cost
 
 
 def is_batching_worthwhile(layout: Layout, x: Tensor, batch_size: int | None) -> bool:
@@ -214,10 +229,15 @@ def make_engine(
     if name in ("auto", "compiled"):
         unfit = None
         if name == "auto":
-            unfit = _why_not_compile(layout, x, expected, precision)
+            unfit = _why_not_compile(x, expected, precision)
         if unfit is None:
             try:
-                return _set_reason(CompiledEngine(layout, objective, x, y), name)
+                traces = None
+                if name == "auto":
+                    traces = trace_module(layout, objective, x, y)
+                    unfit = _find_too_little_work(layout, x, traces, expected, batch_size)
+                if unfit is None:
+                    return _set_reason(CompiledEngine(layout, objective, x, y, traces), name)
             except (NotTraceableError, CompilerError) as error:
                 unfit = f"the module cannot be compiled: {error}"
                 # A compiler can be installed, so its absence is worth a warning. A module that
@@ -263,17 +283,30 @@ def _set_reason(engine: Engine, requested: str, *against: str) -> Engine:
     return engine
 
 
-def _why_not_compile(
-    layout: Layout, x: Tensor, expected: float | None, precision: str
-) -> str | None:
-    """Return why "auto" does not compile a module, if it does not."""
+def _why_not_compile(x: Tensor, expected: float | None, precision: str) -> str | None:
+    """Return why "auto" does not compile any module, if it does not."""
     if x.device.type != "cpu":
         return "native programs run on a CPU"
     if precision != "full":
         return "native programs compute in full precision"
-    if not is_compiling_worthwhile(layout, x, expected):
+    if expected is None or expected < _FEW:
         return "too little work to compile"
     return None
+
+
+def _find_too_little_work(
+    layout: Layout, x: Tensor, traces: Traces, expected: float | None, batch_size: int | None
+) -> str | None:
+    """Return what compiling would cost and save, if that is less; see `CompilingForecast`."""
+    found = CompilingForecast.predict(
+        traces, count_products(layout, x), expected or 0.0, batch_size
+    )
+    if found.is_worthwhile:
+        return None
+    return (
+        f"too little work to compile, which takes about {found.cost:.1f} s and would save "
+        f"{found.saving:.2g} s"
+    )
 
 
 def _make_loop_engine(

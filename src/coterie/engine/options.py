@@ -100,7 +100,8 @@ class Workload:
 
     Args:
         rounds: of the run, for learning-rate schedules over all of them; None for unknown.
-        train_samples: samples that all clients train on in the whole run; None for a few.
+        train_samples: samples that all clients train on in the whole run, or in all runs of a plan;
+            None for a few.
         batch_size: samples of a client's step; None for unknown.
         custom_optimizer: `LocalTraining.custom_optimizer`, which only the loop engine runs.
     """
@@ -111,12 +112,22 @@ class Workload:
     custom_optimizer: str | None = None
 
     @staticmethod
-    def of_run(local: LocalTraining, rounds: int, federation: Federation) -> "Workload":
-        """Return the work of a run with all clients of a federation, the warm-up included."""
+    def of_run(
+        local: LocalTraining, rounds: int, federation: Federation, runs: int = 1
+    ) -> "Workload":
+        """Return the work of a run with all clients of a federation, the warm-up included.
+
+        Args:
+            local: how clients train.
+            rounds: of the run.
+            federation: the clients.
+            runs: of the plan that share the model: what is built for one serves all.
+        """
         if local.steps is None:
             samples = local.epochs * int(federation.count_samples("train").sum())
         else:
             # An upper bound: the batches of a client with fewer samples are smaller.
             samples = local.steps * local.batch_size * len(federation)
         # One training more than rounds: the warm-up before the first exchange.
-        return Workload(rounds, samples * (rounds + 1), local.batch_size, local.custom_optimizer)
+        total = samples * (rounds + 1) * runs
+        return Workload(rounds, total, local.batch_size, local.custom_optimizer)

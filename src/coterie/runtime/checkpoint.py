@@ -289,6 +289,14 @@ def load_engine(folder: Path) -> dict[str, Any]:
     return {"engine": found["name"], "block": found["block"]}
 
 
+def load_engine_reason(folder: Path) -> str:
+    """Return why a stored run has its engine; "" where it did not note that."""
+    try:
+        return str(json.loads((folder / PROVENANCE).read_text("utf-8"))["engine"]["reason"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def find_faults(folder: Path) -> list[str]:
     """Describe which result files of a run are missing or damaged."""
     return [

@@ -157,6 +157,7 @@ class Run(Described):
         folder: where its files are; None when nothing was written.
         names: the names of the clients by id; empty where clients are numbers.
         models: the trained models of the clients.
+        engine: what trained them, and why no faster engine did.
     """
 
     label: str
@@ -171,6 +172,7 @@ class Run(Described):
     folder: Path | None = None
     names: Mapping[int, str] = field(default_factory=dict)
     models: Models | None = None
+    engine: str = ""
 
     def model(self, client: int | str, which: Which = "evaluated") -> nn.Module:
         """Return a client's trained model, by its name or number; see `Models.model`."""
@@ -232,6 +234,7 @@ class Run(Described):
             "rounds": last + 1,
             **final,
             DIVERGED.title: lost,
+            "engine": self.engine or "unknown",
             "folder": self.folder or "none: nothing was written",
         }
 
@@ -251,6 +254,7 @@ def simulate(
     notes: Callable[[Note], None] | None = None,
     saved: Callable[[], None] | None = None,
     host: HostClients | None = None,
+    plan_runs: int = 1,
 ) -> Run:
     """Run a method over a whole federation in this process.
 
@@ -269,6 +273,9 @@ def simulate(
         saved: called after the files in `folder` were written: with each checkpoint, and at the
             end.
         host: hosts the clients elsewhere; results do not depend on it.
+        plan_runs: runs with this model in the plan that this one is of, such as a study: engine =
+            "auto" compiles where that saves time over all of them. Other seeds of the method
+            that its folder has already decide for this one too.
 
     Raises:
         ConfigError: when the run cannot fit into memory.
@@ -301,11 +308,10 @@ def simulate(
                 f"{folder} holds a run already; resume it, overwrite it, or choose another folder"
             )
         # Engines agree up to rounding only: a resumed run keeps the one that it began with.
-        began = (
-            checkpoint.load_engine(folder)
-            if folder is not None and resume and settings.engine == "auto"
-            else {}
-        )
+        chosen: Path | None = None
+        if folder is not None and settings.engine == "auto":
+            chosen = _find_run_with_engine(folder, resume)
+        began = {} if chosen is None else checkpoint.load_engine(chosen)
         # Of the data as they were given, before anything is changed in them.
         data = "" if folder is None else federation.compute_digest()
         # Newcomers first: the rest of the run is that of a federation without them.
@@ -318,7 +324,10 @@ def simulate(
             if notes is None
             else report_compiling(lambda text: notes(Note(label or method.kind, seed, text)))
         ):
-            task = make_task(taking, method, model, dataclasses.replace(settings, **began))
+            own = dataclasses.replace(settings, **began)
+            task = make_task(taking, method, model, own, plan_runs=plan_runs)
+            if chosen is not None:
+                task.engine.reason = checkpoint.load_engine_reason(chosen) or task.engine.reason
         if host is None:
             check_memory(task, taking, method, settings, stored=folder is not None)
             loop = _make_loop(
@@ -390,7 +399,7 @@ def simulate(
     lost = set(metrics.loc[metrics["metric"] == DIVERGED.name, "client"].tolist())
     return Run(
         label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params,
-        tuple(sorted(lost)), folder, federation.names_by_id, models,
+        tuple(sorted(lost)), folder, federation.names_by_id, models, task.engine.reason,
     )  # fmt: skip
 
 
@@ -608,6 +617,24 @@ def _expected_reads(method: Method, task: Task) -> float:
         return method.cost(CostSetting.from_task(task), 0).models
     except ConfigError:
         return 10.0
+
+
+def _find_run_with_engine(folder: Path, resume: bool) -> Path | None:
+    """Return the folder of the run that says which engine this one takes; None for no such run.
+
+    Engines agree up to rounding only: a resumed run keeps the one that it began with, and seeds that
+    are added to a study take that of the others, however much work the plan is by then.
+    """
+    if resume and checkpoint.has_run(folder):
+        return folder
+    others = sorted(folder.parent.glob("seed-*")) if folder.name.startswith("seed-") else []
+    for other in others:
+        try:
+            if other != folder and checkpoint.load_engine(other):
+                return other
+        except CheckpointError:  # damaged, which its own run reports
+            continue
+    return None
 
 
 def _collect_timing(loop: Loop, started: float, earlier: dict[str, float]) -> dict[str, float]:

@@ -174,6 +174,7 @@ class _PlanWork:
                     observer=report,
                     notes=report,
                     saved=lambda: emit(FilesSaved(folder)),
+                    plan_runs=self.count_runs(study),
                 )
         except FolderInUse:
             return False
@@ -181,6 +182,11 @@ class _PlanWork:
             write_failure(folder, error)
             raise
         return True
+
+    def count_runs(self, study: StudyConfig) -> int:
+        """Return how many runs of the plan have the model of a study: they share what is built."""
+        alike = [one for one in self.studies.values() if one.model == study.model]
+        return sum(len(one.methods) * len(one.seeds) for one in alike)
 
     def job_folder(self, given: _JobWithData) -> Path:
         """Return the folder of a job."""

@@ -12,7 +12,7 @@ from coterie.engine._base import Engine, Objective
 from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
 from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
-from coterie.engine.native.trace import NotTraceableError
+from coterie.engine.native.trace import NotTraceableError, Traces
 from coterie.engine.native.traced import TracedProgram
 from coterie.engine.optim import GRADIENT_ONLY, LocalTraining
 from coterie.models.layout import Layout
@@ -34,6 +34,7 @@ class CompiledEngine(Engine):
         objective: the loss of each sample.
         x: a small batch of prepared inputs.
         y: its targets.
+        traces: what `trace_module` returned for these arguments; traced here when None.
 
     Raises:
         NotTraceableError: when the module cannot be traced, or the program's results differ from
@@ -50,11 +51,12 @@ class CompiledEngine(Engine):
         objective: Objective,
         x: Float[Tensor, "samples *features"],
         y: Shaped[Tensor, "samples *targets"],
+        traces: Traces | None = None,
     ) -> None:
         super().__init__(layout, objective)
         if x.device.type != "cpu":
             raise NotTraceableError(f"native programs run on a CPU, not on {x.device.type}")
-        self.program = TracedProgram(layout, objective, x, y)
+        self.program = TracedProgram(layout, objective, x, y, traces)
         other = VmapEngine if self.program.simple else LoopEngine
         self._other = other(layout, objective)
         self.compile_seconds = self.program.seconds

@@ -36,7 +36,7 @@ from coterie.engine.native.sample_lanes import LANES, SampleLowering, samples_pa
 from coterie.engine.native.simple import LARGE, is_simple
 from coterie.engine.native.sums import join_products
 from coterie.engine.native.tiles import Tile, iterate_measuring_tiles, iterate_training_tiles
-from coterie.engine.native.trace import NotTraceableError, Trace, record
+from coterie.engine.native.trace import NotTraceableError, Trace, Traces, record
 from coterie.engine.native.trace import evaluate_size as size_at
 from coterie.models.layout import Layout, Slot
 
@@ -272,6 +272,25 @@ def _is_there(value: Value, start: int) -> bool:
     )
 
 
+def trace_module(
+    layout: Layout, objective: object, x: Float[Tensor, "samples *features"], y: Tensor
+) -> Traces:
+    """Return the graphs of a module's training step and evaluation.
+
+    Args:
+        layout: of the module, on a CPU.
+        objective: the loss of each sample.
+        x: some prepared inputs.
+        y: their targets.
+
+    Raises:
+        NotTraceableError: when the module cannot be traced.
+    """
+    if layout.dtype not in (torch.float32, torch.float64):
+        raise NotTraceableError(f"numbers of type {layout.dtype} are not known here")
+    return record(layout, objective, x, y, ImageLowering.knows)  # type: ignore[arg-type]
+
+
 class TracedProgram:
     """The compiled program of one module and objective.
 
@@ -280,6 +299,7 @@ class TracedProgram:
         objective: the loss of each sample.
         x: some prepared inputs.
         y: their targets.
+        traces: what `trace_module` returned for these arguments; traced here when None.
 
     Attributes:
         seconds: time of compiling; 0 when the program was in the cache.
@@ -293,11 +313,15 @@ class TracedProgram:
     """
 
     def __init__(
-        self, layout: Layout, objective: object, x: Float[Tensor, "samples *features"], y: Tensor
+        self,
+        layout: Layout,
+        objective: object,
+        x: Float[Tensor, "samples *features"],
+        y: Tensor,
+        traces: Traces | None = None,
     ) -> None:
-        if layout.dtype not in (torch.float32, torch.float64):
-            raise NotTraceableError(f"numbers of type {layout.dtype} are not known here")
-        traces = record(layout, objective, x, y, ImageLowering.knows)  # type: ignore[arg-type]
+        if traces is None:
+            traces = trace_module(layout, objective, x, y)
         self.layout, self.together = layout, traces.together
         train = pool_before_activations(join_products(traces.train))
         judge = pool_before_activations(traces.judge)
