@@ -164,6 +164,7 @@ def make_engine(
     precision: str = "full",
     cuda_graphs: bool = False,
     custom_optimizer: str | None = None,
+    portable: bool = False,
 ) -> Engine:
     """Return an engine that can run a module, tried on a sample batch.
 
@@ -181,6 +182,7 @@ def make_engine(
         cuda_graphs: see `VmapEngine`.
         custom_optimizer: the import path of an optimizer that only the loop engine runs; None for
             another.
+        portable: take the compiled engine, with a program for all processors of a kind.
 
     Raises:
         ConfigError: for an unknown name, or an engine that does not compute at that precision or
@@ -200,6 +202,9 @@ def make_engine(
             f"{name!r}, expected 'auto' "
             "or 'loop'"
         )
+    if portable and (custom_optimizer or name not in ("auto", "compiled")):
+        what = f"optimizer = {custom_optimizer!r}" if custom_optimizer else f"engine = {name!r}"
+        raise ConfigError(f"portable = true takes the compiled engine; found {what}: leave it out")
     # The loop engine runs any module: what it cannot run is wrong with the module or its inputs.
     layout.draws = {True: True, False: True}
     loop, problem = _make_loop_engine(layout, objective, x, y, precision)
@@ -229,17 +234,23 @@ def make_engine(
     if name in ("auto", "compiled"):
         unfit = None
         if name == "auto":
-            unfit = _why_not_compile(x, expected, precision)
+            unfit = None if portable else _why_not_compile(x, expected, precision)
         if unfit is None:
             try:
                 traces = None
-                if name == "auto":
+                if name == "auto" and not portable:
                     traces = trace_module(layout, objective, x, y)
                     unfit = _find_too_little_work(layout, x, traces, expected, batch_size)
                 if unfit is None:
-                    return _set_reason(CompiledEngine(layout, objective, x, y, traces), name)
+                    return _set_reason(
+                        CompiledEngine(layout, objective, x, y, traces, portable), name
+                    )
             except (NotTraceableError, CompilerError) as error:
                 unfit = f"the module cannot be compiled: {error}"
+                if portable:
+                    raise ConfigError(
+                        f"portable = true takes the compiled engine: {unfit}"
+                    ) from error
                 # A compiler can be installed, so its absence is worth a warning. A module that
                 # cannot be traced is usual, and a warning only where a program was asked for.
                 if name == "compiled" or isinstance(error, CompilerError):

@@ -9,7 +9,7 @@ import torch
 from coterie.data.federation import Federation
 from coterie.engine.device import check_device
 from coterie.engine.optim import LocalTraining
-from coterie.engine.precision import check_precision
+from coterie.engine.precision import check_portable, check_precision
 from coterie.errors import require
 from coterie.functional.losses import Loss
 from coterie.functional.metrics import Metric
@@ -74,6 +74,7 @@ class EngineOptions:
         precision: of the products in training and evaluation: "full", "tf32" or "bf16"; see
             `engine.precision`.
         cuda_graphs: capture the steps of the vmap engine and replay them, on a CUDA device.
+        portable: compute the same bytes on all processors of a kind; see `check_portable`.
     """
 
     engine: str = "auto"
@@ -82,6 +83,7 @@ class EngineOptions:
     device: str = "cpu"
     precision: str = "full"
     cuda_graphs: bool = False
+    portable: bool = False
 
     def __post_init__(self) -> None:
         """Refuse what this machine cannot compute.
@@ -92,6 +94,8 @@ class EngineOptions:
         require(self.block is None or self.block >= 1, "block", self.block, "at least 1")
         check_device(self.device)
         check_precision(self.precision, self.cuda_graphs, self.device, self.dtype)
+        if self.portable:
+            check_portable(self.device)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Faster products at lower precision; all else keeps the precision of the run."""
 
+import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import RLock
@@ -12,6 +14,31 @@ from coterie.errors import ConfigError, require
 Precision = Literal["full", "tf32", "bf16"]
 # Reentrant: the loop engine sets the precision of a forward pass within that of a whole step.
 _LOCK = RLock()
+
+
+def check_portable(device: str) -> None:
+    """Refuse `portable` where PyTorch would compute by what this processor has more than others.
+
+    Its kernels for AVX-512 round otherwise than those for AVX2, which every x86-64 processor of the
+    last ten years has. PyTorch decides once in a process; it is asked for AVX2 here.
+
+    Args:
+        device: where models and data are.
+
+    Raises:
+        ConfigError: with what was found and what to do.
+    """
+    if device != "cpu":
+        raise ConfigError(f"portable = true is for a CPU; found device {device!r}: leave it out")
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return
+    os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
+    found = torch.backends.cpu.get_cpu_capability()
+    if found != "AVX2":
+        raise ConfigError(
+            f"portable = true takes PyTorch's kernels for AVX2; found {found}, as PyTorch computed "
+            "before this setting was read: set ATEN_CPU_CAPABILITY=avx2 in the environment"
+        )
 
 
 def check_precision(precision: str, cuda_graphs: bool, device: str, dtype: torch.dtype) -> None:

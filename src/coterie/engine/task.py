@@ -124,6 +124,7 @@ class Task:
             precision=options.precision,
             cuda_graphs=options.cuda_graphs,
             custom_optimizer=work.custom_optimizer,
+            portable=options.portable,
         )
         block = options.block
         if block is None:

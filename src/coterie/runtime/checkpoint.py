@@ -49,6 +49,7 @@ _OPTIONAL = (
     "acceptance",
     "attacks",
     "record_similarities",
+    "portable",
 )
 _NEWER_FIELDS = ("aggregation", "selection")
 """Fields of methods that older checkpoints do not have; there they are unset."""

@@ -91,6 +91,10 @@ class Settings(Configurable):
             and losses keep `dtype`.
         cuda_graphs: on a CUDA device: capture the steps of a block of clients and replay them (vmap
             engine).
+        portable: train the same bytes on all processors of a kind, with the same compiler and
+            PyTorch: programs are compiled for x86-64-v3 (AVX2) or ARM v8.2, and PyTorch takes its
+            kernels for AVX2. Needs the compiled engine. Where PyTorch computed before this was
+            read, an error asks for ATEN_CPU_CAPABILITY=avx2 in the environment.
         validate_every: rounds between two evaluations on the validation data.
         eval_every: rounds between two evaluations on the test sets, a multiple of `validate_every`;
             0 for the end only.
@@ -146,6 +150,7 @@ class Settings(Configurable):
     dtype: Literal["float32", "float64"] = "float32"
     precision: Precision = "full"
     cuda_graphs: bool = False
+    portable: bool = False
     validate_every: PositiveInt = 1
     eval_every: NonNegativeInt = 0
     metrics: Sequence[str | Callable[..., Any]] = ()

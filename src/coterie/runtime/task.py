@@ -79,6 +79,7 @@ def make_task(
         device=settings.device,
         precision=settings.precision,
         cuda_graphs=settings.cuda_graphs,
+        portable=settings.portable,
     )
     work = Workload.of_run(local, settings.rounds, federation, plan_runs)
     build = partial(Task.build, model=spec, options=options, workload=work, secret=secret)

@@ -219,6 +219,8 @@ def make_identity(study: StudyConfig) -> dict[str, Any]:
     # the default is left out, so that studies older than the setting stay the same
     if content.get("precision") == "full":
         del content["precision"]
+    if not content.get("portable"):
+        content.pop("portable", None)
     # `extra_metrics` was a setting of its own when stored studies got their identity
     outputs, of_runs = split_requested(content.pop("metrics"))
     content["extra_metrics"] = list(of_runs)

@@ -12,6 +12,7 @@ from coterie.engine._base import Engine, Objective
 from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
 from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
+from coterie.engine.native import compiler
 from coterie.engine.native.trace import NotTraceableError, Traces
 from coterie.engine.native.traced import TracedProgram
 from coterie.engine.optim import GRADIENT_ONLY, LocalTraining
@@ -35,6 +36,7 @@ class CompiledEngine(Engine):
         x: a small batch of prepared inputs.
         y: its targets.
         traces: what `trace_module` returned for these arguments; traced here when None.
+        portable: compile for all processors of the last ten years; see `compiler.portable_code`.
 
     Raises:
         NotTraceableError: when the module cannot be traced, or the program's results differ from
@@ -52,11 +54,13 @@ class CompiledEngine(Engine):
         x: Float[Tensor, "samples *features"],
         y: Shaped[Tensor, "samples *targets"],
         traces: Traces | None = None,
+        portable: bool = False,
     ) -> None:
         super().__init__(layout, objective)
         if x.device.type != "cpu":
             raise NotTraceableError(f"native programs run on a CPU, not on {x.device.type}")
-        self.program = TracedProgram(layout, objective, x, y, traces)
+        with compiler.portable_code(portable):
+            self.program = TracedProgram(layout, objective, x, y, traces)
         other = VmapEngine if self.program.simple else LoopEngine
         self._other = other(layout, objective)
         self.compile_seconds = self.program.seconds

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 
@@ -54,18 +55,43 @@ def find_compiler() -> str:
     )
 
 
-def _native() -> str:
-    """Return the flag for programs that use all of this processor."""
-    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+_portable = ContextVar("portable", default=False)
 
 
-@lru_cache(maxsize=1)
+@contextmanager
+def portable_code(wanted: bool = True) -> Iterator[None]:
+    """Compile what is loaded in the block for every processor of the last ten years, or for this one.
+
+    Args:
+        wanted: whether for all: x86-64-v3, or version 8.2 of ARM's instructions. With the same
+            compiler, such programs are the same on all of them, and so are their results.
+    """
+    token = _portable.set(wanted)
+    try:
+        yield
+    finally:
+        _portable.reset(token)
+
+
+def _processor_flag() -> str:
+    """Return the flag for the processors that programs are for."""
+    arm = platform.machine() in ("aarch64", "arm64")
+    if _portable.get():
+        return "-march=armv8.2-a" if arm else "-march=x86-64-v3"
+    return "-mcpu=native" if arm else "-march=native"
+
+
 def describe_machine() -> tuple[str, ...]:
     """Return what compiled code depends on: the compiler, its processor flag, and its macros.
 
     Among what it defines are its version, and the features of the processor that it uses.
     """
-    native = _native()
+    return describe_target(_processor_flag())
+
+
+@lru_cache(maxsize=2)
+def describe_target(native: str) -> tuple[str, ...]:
+    """Return what compiled code depends on with a processor flag; see `describe_machine`."""
     command = [find_compiler(), native, "-dM", "-E", "-x", "c++", os.devnull]
     defined = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=_SECONDS
@@ -73,7 +99,6 @@ def describe_machine() -> tuple[str, ...]:
     return (find_compiler(), native, platform.machine(), platform.processor(), defined)
 
 
-@lru_cache(maxsize=1)
 def vector_bytes() -> int:
     """Return the bytes of the widest vector registers that programs use here: 64, 32 or 16."""
     defined = set(describe_machine()[-1].split())

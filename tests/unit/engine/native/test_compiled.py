@@ -347,13 +347,13 @@ def test_without_a_compiler_or_for_other_modules_the_vmap_engine_runs_and_one_li
         raise compiler.CompilerError("no C++ compiler was found")
 
     monkeypatch.setattr(compiler, "find_compiler", none)
-    compiler.describe_machine.cache_clear()
+    compiler.describe_target.cache_clear()
     with pytest.warns(
         UserWarning, match=r"the vmap engine is used: the module cannot be compiled: no C\+\+"
     ) as lines:
         assert engines.make_engine("compiled", layout, cross_entropy, x, y).name == "vmap"
     assert len(lines) == 1
-    compiler.describe_machine.cache_clear()
+    compiler.describe_target.cache_clear()
 
 
 def test_programs_are_kept_and_a_failing_compiler_is_quoted(cache):

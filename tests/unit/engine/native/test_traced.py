@@ -386,14 +386,12 @@ def test_it_does_on_processors_with_smaller_registers(name, processor, register,
     if processor == "haswell" and not ("avx2" in flags and "fma" in flags):
         pytest.skip("this processor has no registers of 32 bytes")
     monkeypatch.setattr(compiler, "_native", lambda: f"-march={processor}")
-    compiler.describe_machine.cache_clear()
-    compiler.vector_bytes.cache_clear()
+    compiler.describe_target.cache_clear()
     try:
         assert compiler.vector_bytes() == register
         check_against_the_loop_engine(name)
     finally:
-        compiler.describe_machine.cache_clear()
-        compiler.vector_bytes.cache_clear()
+        compiler.describe_target.cache_clear()
 
 
 def check_against_the_loop_engine(name):
