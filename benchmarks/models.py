@@ -2,13 +2,17 @@
 
     python benchmarks/models.py --out docs/reference/runs/performance/models.json
     python benchmarks/models.py --only resnet8-bn gru --batches 8 32
+    python benchmarks/models.py --only tabular-bn gru --rounds 2 10 1000
 
 A cell is a model of `zoo` with a batch size. Clients train for one epoch with Adam, in one thread:
 by whole calls of `Task.train` with each engine, by the usual loop (a DataLoader that shuffles,
 torch.optim.Adam, the loss of each step as a number) and by a lean loop (slices of shuffled tensors,
 foreach or fused Adam, whichever is faster). All sides are timed in turn, again and again; ratios
-are taken within a turn. The file is written after each cell: the same command goes on where it was
-stopped, unless the code is another one by then.
+are taken within a turn. With --rounds, a cell is a model with a number of rounds: whole runs of 8
+clients with 128 samples, alone and as one of a study, next to the lean loop.
+
+The file is written after each cell: the same command goes on where it was stopped, unless the code
+is another one by then.
 """
 
 import argparse
@@ -26,6 +30,7 @@ from typing import Any
 import torch
 from _measured import flops, keep_freed_memory
 from _peak import Peak, machine_with_peak
+from _whole_runs import measure_runs
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -446,6 +451,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="in addition to auto's",
     )
     parser.add_argument(
+        "--rounds", nargs="+", type=int, default=[], help="measure whole runs of so many rounds"
+    )
+    parser.add_argument(
         "--minutes", type=float, default=24, help="for all cells; each has at least three turns"
     )
     parser.add_argument(
@@ -463,6 +471,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, value in vars(options).items()
     }
     rows = done(options.out, settings)
+    for name in options.only if options.rounds else ():
+        for rounds in options.rounds:
+            rows.append(measure_runs(name, ZOO[name], rounds, made, lean))
+            print(rows[-1], flush=True)
+            if options.out is not None:
+                origin.write_results(options.out, rows, ("engine", "models", "runtime"), settings)
+    if options.rounds:
+        return
     there = {(each["model"], each["batch"]) for each in rows}
     cells = [
         (name, batch)
