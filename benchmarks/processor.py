@@ -2,8 +2,9 @@
 
     python benchmarks/processor.py --out docs/reference/runs/performance/processor.json
 
-The study is run with PyTorch's kernels for AVX-512 and with those for AVX2: first models and every
-later sum are rounded otherwise, as on another machine. It needs a processor with AVX-512.
+The study is run with all that this processor has, and with the instructions of x86-64-v3 alone
+(`portable = true`): sums are then taken in another order, as on another machine. It needs a
+processor with AVX-512.
 """
 
 import argparse
@@ -25,12 +26,14 @@ def load_means(folder: Path) -> dict[tuple[str, str], float]:
     return {(r["label"], r["cluster"]): r["mean"] for r in rows if r["metric"] == METRIC}
 
 
-def run_study(capability: str) -> dict[tuple[str, str], float]:
-    """Return the means of a run of the study with some of PyTorch's kernels."""
+def run_study(capability: str, *more: str) -> dict[tuple[str, str], float]:
+    """Return the means of a run of the study with some of PyTorch's kernels, and further options."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "coterie", "run", STUDY, "--seeds", "8", "--workers", "1"]
         env = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-        subprocess.run([*command, "--out", folder], env=env, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [*command, *more, "--out", folder], env=env, check=True, stdout=subprocess.DEVNULL
+        )
         return load_means(Path(folder) / STUDY)
 
 
@@ -39,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    one, other = run_study("avx512"), run_study("avx2")
+    one, other = run_study("avx512"), run_study("avx2", "--set", "portable=true")
     results = [
         {"method": label, "cluster": cluster, "avx512": mean, "avx2": other[label, cluster]}
         for (label, cluster), mean in one.items()

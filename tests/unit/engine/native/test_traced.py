@@ -385,7 +385,7 @@ def test_it_does_on_processors_with_smaller_registers(name, processor, register,
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     if processor == "haswell" and not ("avx2" in flags and "fma" in flags):
         pytest.skip("this processor has no registers of 32 bytes")
-    monkeypatch.setattr(compiler, "_native", lambda: f"-march={processor}")
+    monkeypatch.setattr(compiler, "_processor_flag", lambda: f"-march={processor}")
     compiler.describe_target.cache_clear()
     try:
         assert compiler.vector_bytes() == register
