@@ -157,6 +157,9 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+_MANY_NAMES, _FEW_NAMES = 40, 6  # of more names than the first, so many are listed
+
+
 def describe_unknown(kind: str, name: str, valid: Iterable[str]) -> str:
     """Describe an unknown name and the nearest valid one.
 
@@ -167,4 +170,8 @@ def describe_unknown(kind: str, name: str, valid: Iterable[str]) -> str:
     names = sorted(set(valid))
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ";"
+    # Nobody finds a name in dozens of them.
+    closest = difflib.get_close_matches(name, names, n=_FEW_NAMES, cutoff=0.3)
+    if len(names) > _MANY_NAMES and closest:
+        return f"unknown {kind} {name!r}{hint} the closest of {len(names)}: {', '.join(closest)}"
     return f"unknown {kind} {name!r}{hint} valid: {', '.join(names)}"

@@ -5,6 +5,7 @@ with one line: the same command continues later; 130 after Ctrl-C. Results go to
 progress and messages to standard error.
 """
 
+import dataclasses
 import io
 import json
 import os
@@ -554,6 +555,23 @@ def _check_words(words: Sequence[str]) -> None:
         before = word
 
 
+def _suggest_setting(error: Exception) -> str:
+    """Return how to give a setting of a study, where one was given as an option."""
+    option = str(getattr(error, "option_name", ""))
+    name = option.lstrip("-").replace("-", "_")
+    words = [word for word in sys.argv[1:] if word.partition("=")[0] == option]
+    if not name or not words or sys.argv[1] not in ("run", "tune"):
+        return ""
+    from coterie.engine.optim import LocalTraining
+    from coterie.runtime.settings import Settings
+
+    known = {f.name: f"local.{f.name}" for f in dataclasses.fields(LocalTraining)}
+    known |= {f.name: f.name for f in dataclasses.fields(Settings)}
+    after = sys.argv[sys.argv.index(words[0]) + 1 :]
+    value = words[0].partition("=")[2] or next(iter(after), "VALUE")
+    return f"; {name} is a setting: --set {known[name]}={value}" if name in known else ""
+
+
 def main() -> NoReturn:
     """Run the command line."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one process per core; see simulation/workers.py
@@ -574,7 +592,8 @@ def main() -> NoReturn:
             context = getattr(error, "ctx", None)
             root = context.find_root().command_path if context else ""
             place = context.command_path.removeprefix(root) if context else ""
-            typer.echo(f"coterie: {to_one_line(text)}; see `coterie{place} --help`", err=True)
+            text = to_one_line(text) + _suggest_setting(error)
+            typer.echo(f"coterie: {text}; see `coterie{place} --help`", err=True)
         sys.exit(2)
     except Exception as error:
         _exit_with_error(error)

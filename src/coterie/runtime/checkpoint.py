@@ -309,7 +309,7 @@ def find_faults(folder: Path) -> list[str]:
 
 def is_done(folder: Path) -> bool:
     """Return whether a run has ended, even if its files have been damaged since."""
-    return bool(_load_provenance(folder).get("done"))
+    return bool(load_provenance(folder).get("done"))
 
 
 def is_finished(folder: Path) -> bool:
@@ -319,10 +319,10 @@ def is_finished(folder: Path) -> bool:
 
 def count_stored_rounds(folder: Path) -> int | None:
     """Return the number of stored rounds of the run in a folder; None without any."""
-    return _load_provenance(folder).get("round")
+    return load_provenance(folder).get("round")
 
 
-def _load_provenance(folder: Path) -> dict[str, Any]:
+def load_provenance(folder: Path) -> dict[str, Any]:
     """Load what a run noted of itself; nothing when the file is missing or damaged."""
     # A damaged file must not claim that a run is done.
     if manifest.describe_fault(folder, PROVENANCE):

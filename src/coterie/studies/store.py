@@ -55,7 +55,7 @@ class RunStore:
             return None
         recipe = _make_recipe(run)
         for found in self._list_candidates(folder):
-            noted = _load_provenance(found)
+            noted = checkpoint.load_provenance(found)
             if (
                 noted.get("done")
                 and _was_made_here(noted)
@@ -88,7 +88,7 @@ def take_run(source: Path, folder: Path, run: StudyConfig) -> None:
     Raises:
         FolderInUse: when another process works in the new folder.
     """
-    noted = _load_provenance(source) | {"taken_from": os.path.relpath(source, folder)}
+    noted = checkpoint.load_provenance(source) | {"taken_from": os.path.relpath(source, folder)}
     with claim_folder(folder):
         files: dict[str, manifest.Content] = {CONFIG: config.format_study(run).encode()}
         for name in manifest.load_digests(source):
@@ -143,15 +143,6 @@ def _is_whole(folder: Path) -> bool:
     return checkpoint.FILE in names and not any(
         manifest.describe_fault(folder, name) for name in names if name != checkpoint.BEFORE
     )
-
-
-def _load_provenance(folder: Path) -> dict[str, Any]:
-    """Return what a run noted of itself; nothing where that is missing or damaged."""
-    try:
-        found = json.loads((folder / checkpoint.PROVENANCE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _was_made_here(noted: dict[str, Any]) -> bool:

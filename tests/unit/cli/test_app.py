@@ -177,6 +177,12 @@ def test_a_stored_study_goes_on_is_refused_with_other_settings_and_overwritten(c
         (("run", "tiny.toml", "--workers", "0"), "workers"),
         (("run", "--fast"), "No such option"),
         (("run", "--fast"), "; see `coterie run --help`"),
+        (("run", "tiny.toml", "--rounds", "5"), "; rounds is a setting: --set rounds=5; see"),
+        (("run", "--batch-size=3"), "; batch_size is a setting: --set local.batch_size=3; see"),
+        (
+            ("run", "tiny.toml", "--set", "methods.local.momentm=3"),
+            "did you mean 'momentum'? the closest of ",
+        ),
         (("ran",), "No such command"),
         (("ran",), "; see `coterie --help`"),
         (("resume", "nowhere"), "nowhere holds no study"),
