@@ -13,7 +13,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs/tutorials/first-study.md"
 SMALL = ["rounds=1", "local.epochs=1", "data.train=16", "check=false", "engine=loop"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_of_the_32_runs_of_the_second_study_8_are_run(tmp_path):
     """DAC with the other value and each of eight seeds; Random, Local and Oracle are there."""
     (words,) = re.findall(r"^coterie run (--set .*)$", PAGE.read_text(), re.MULTILINE)
