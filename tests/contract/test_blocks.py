@@ -1,5 +1,6 @@
 """A population that is hosted in blocks ends with the bytes of `simulate`, with every method."""
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -366,3 +367,29 @@ def test_a_block_has_a_client_or_more():
     for sizes, words in ((7, "expected 1 to 6"), ([3, 0, 3], "sizes of 1 or more that are 6")):
         with pytest.raises(ConfigError, match=words):
             blocks.partition_clients(6, sizes)
+
+
+def test_a_run_in_blocks_is_checked_once_by_its_driver(tmp_path):
+    """What blocks train is compared before them, and the run says who has done it."""
+    settings = tiny_settings(rounds=1, check=True)
+    told: list[Note] = []
+    for sizes in (None, 3, 3):  # the last one goes on from what is there
+        more: dict[str, Any] = {"settings": settings, "seed": 3, "notes": told.append}
+        if sizes is None:
+            simulate(
+                tiny_federation(), of("fedavg"), model=small, folder=tmp_path / "whole", **more
+            )
+            assert not told
+            continue
+        simulate_in_blocks(
+            tiny_federation(), of("fedavg"), model=small, folder=tmp_path / "split",
+            blocks=sizes, start=ThreadBlocks.start, resume=True, **more,
+        )  # fmt: skip
+    lines = [one.text for one in told if "checked once by the driver" in one.text]
+    assert len(lines) == 1
+    found = [
+        json.loads((tmp_path / name / "provenance.json").read_text())["check"]
+        for name in ("whole", "split")
+    ]
+    assert found[0]["compared"] == found[1]["compared"]
+    assert found[1]["lines"] == [*found[0]["lines"], *lines]

@@ -59,9 +59,18 @@ def export_models(
             help="Leave out frozen weights; with --all they are in one file, frozen.safetensors.",
         ),
     ] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Check the files on samples of the client in this federation (.safetensors) or "
+            "study; by default on drawn inputs."
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:
     """Write a client's trained model to a file for other programs: weights, or ONNX.
+
+    Each file is read again, and has the tensors and the outputs of the run's model.
 
     [bold]Examples[/bold]
 
@@ -96,6 +105,7 @@ def export_models(
         run,
         force,
         adapter,
+        data,
     )
     if adapter and all_ and models.fixed:
         from coterie.results.export import export_frozen
@@ -103,6 +113,23 @@ def export_models(
         path = (out or Path("models")) / f"frozen{FORMATS[chosen]}"
         export_frozen(models, path, format=chosen, force=force)
         typer.echo(f"the frozen weights of all: {show_path(path)}")
+
+
+def _load_samples(data: str, models: Any, client: str | int) -> Any:
+    """Return inputs of a client, as a federation holds them."""
+    from coterie.data.build import build_federation
+    from coterie.data.federation import Federation
+    from coterie.data.rows import read_inputs
+    from coterie.studies.config import load_study
+
+    if data.endswith(".safetensors"):
+        federation = Federation.load(data)
+    else:
+        federation = build_federation(load_study(data).data, models.spec.seed)
+    number = models.spec.ids[models.find_row(client)]
+    fits = number < len(federation) and federation.features == models.spec.inputs.features
+    require(fits, "--data", data, f"data of the run, with {models.client_name(client)}")
+    return read_inputs(federation.x[number][federation.split[number] >= 0][:16])
 
 
 def _write_models(
@@ -114,6 +141,7 @@ def _write_models(
     run: Path,
     force: bool,
     adapter: bool,
+    data: str | None,
 ) -> None:
     """Write every file, or none when one of them exists or cannot be written."""
     from coterie.results.export import export_model as write
@@ -137,6 +165,7 @@ def _write_models(
             study=_find_study_name(run),
             force=force,
             adapter=adapter,
+            samples=None if data is None else _load_samples(data, models, name),
         )
         typer.echo(f"{to_one_line(str(models.client_name(name)))}: {show_path(path)}")
 

@@ -389,6 +389,16 @@ class DriverLoop(Loop):
         # `gather_state`.
         return super()._init_state(task.select_clients(torch.arange(1)))
 
+    def check_translation(self, federation: Federation) -> tuple[str, ...]:
+        """See `Loop.check_translation`; the driver has the engine, module and data of all blocks."""
+        checked_before = bool(self.translation)
+        lines = super().check_translation(federation)
+        if checked_before or not self.settings.check:
+            return lines
+        line = "checked once by the driver, for blocks of the same engine, module and data"
+        self.translation = {**self.translation, "lines": [*lines, line]}
+        return (*lines, line)
+
     @property
     def is_finished(self) -> bool:
         """Whether all rounds are done, or every client has stopped."""

@@ -90,7 +90,12 @@ def _replace_late(
     inbox: Inbox, late: Tensor, before: Message | None, own: Tensor, population: int
 ) -> Inbox:
     """Put the previous round's messages into the late slots; without one, nothing arrives."""
-    if before is None:
+    # A message of another form, such as that of an enrollment, is no earlier one of this exchange.
+    if (
+        before is None
+        or before.fields.keys() != inbox.fields.keys()
+        or before.params.shape[1:] != inbox.table.shape[1:]
+    ):
         return replace(inbox, mask=inbox.mask & ~late, bytes=inbox.bytes * ~late)
     old = make_inbox(before, own, torch.where(late, inbox.peers, -1), population)
     # the old messages' rows come behind those of the table

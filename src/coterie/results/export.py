@@ -17,6 +17,7 @@ from coterie._util import extras
 from coterie._util.files import prepare_file, replace_atomically, show_path
 from coterie.errors import ConfigError, ModelError, RunExistsError
 from coterie.models.outputs import OutputConversion
+from coterie.results._exported import check_exported
 from coterie.runtime.models import Models, Which
 
 Format = Literal["safetensors", "pt", "onnx"]
@@ -63,8 +64,12 @@ def export_model(
     study: str = "",
     force: bool = False,
     adapter: bool = False,
+    samples: Tensor | None = None,
 ) -> Path:
-    """Write the model of a client to one file, atomically.
+    """Write the model of a client to one file, atomically, and check the file.
+
+    The file is read again before it takes its place: it has the tensors of the run's model, and the
+    same outputs.
 
     Args:
         models: the models of a run.
@@ -79,8 +84,11 @@ def export_model(
         force: replace an existing file.
         adapter: leave out the weights that are the same for all clients, which `export_frozen`
             writes; `module.load_state_dict(tensors, strict=False)` takes the rest.
+        samples: inputs as the federation holds them, on which the file is checked; drawn ones when
+            None.
 
     Raises:
+        TranslationError: when the file is another model than that of the run.
         RunExistsError: when the file exists and `force` is not set.
         ConfigError: when ONNX is asked for an adapter, the client or the model does not exist, or packages that ONNX needs are
             missing.
@@ -121,6 +129,7 @@ def export_model(
             torch.save(tensors, temporary)
         else:
             save_file(tensors, temporary, metadata={"format": "pt", **known})
+        check_exported(models, client, which, tensors, temporary, format, samples)
     return path
 
 

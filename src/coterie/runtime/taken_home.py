@@ -13,12 +13,11 @@ from coterie.engine.task import Task
 from coterie.errors import TranslationError
 from coterie.functional.metrics import LOSS
 from coterie.models.given import copy_deeply
-from coterie.rng import Rng
-from coterie.runtime._plain import PURPOSE, PlainModule
+from coterie.runtime._plain import PlainModule
 from coterie.runtime.final_metrics import select_final_tests
 from coterie.runtime.loop import Loop
 from coterie.runtime.models import Models
-from coterie.runtime.translation import LIMITS, UNITS
+from coterie.runtime.translation import LIMITS, UNITS, shake_module
 
 _ENTRIES = 1 << 24  # at most so many numbers of inputs are evaluated, beyond the first test set
 _TRIALS = 3
@@ -106,7 +105,7 @@ def _compare_scores(
         if not gap <= limit:
             # What rounding does: the same module with weights off by some units of the last place.
             for seed in range(_TRIALS):
-                plain.module = _shake(copy_deeply(module), 4 * UNITS[roundoff], seed)
+                plain.module = shake_module(copy_deeply(module), 4 * UNITS[roundoff], seed)
                 again = _score(plain, federation, test)[metric]
                 limit = max(limit, 8 * abs(again - value))
         if not gap <= limit:
@@ -125,13 +124,3 @@ def _score(plain: PlainModule, federation: Federation, test: TestSet) -> dict[st
     values = plain.evaluate(federation, x, y, pieces=256)
     names = {"evaluation loss": LOSS.name, "evaluation score": plain.loss.metric or ""}
     return {names[name]: float(value) for name, value in values.items() if name in names}
-
-
-def _shake(module: nn.Module, size: float, seed: int) -> nn.Module:
-    stream = Rng(seed).generator(PURPOSE)
-    with torch.no_grad():
-        for one in module.parameters():
-            if one.is_floating_point():
-                noise: Tensor = torch.from_numpy(stream.standard_normal(tuple(one.shape)))
-                one.mul_(1 + size * noise.to(one))
-    return module

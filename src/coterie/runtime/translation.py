@@ -436,7 +436,7 @@ class _Gap:
         )
 
 
-def _find_gaps(
+def find_gaps(
     ours: Values, plain: Values, limit: float, moved: Values | None, compared: dict[str, float]
 ) -> list[_Gap]:
     """Return the quantities that differ by more than rounding.
@@ -519,6 +519,17 @@ def _compare_weights(
     return largest
 
 
+def shake_module(module: nn.Module, size: float, seed: int) -> nn.Module:
+    """Move the parameters of a module by a share of each, at random; return the module."""
+    stream = Rng(seed).generator(PURPOSE)
+    with torch.no_grad():
+        for one in module.parameters():
+            if one.is_floating_point():
+                noise = torch.from_numpy(stream.standard_normal(tuple(one.shape)))
+                one.mul_(1 + size * noise.to(one))
+    return module
+
+
 @dataclass
 class _Comparison:
     """Both sides on the samples of the check, and what was found."""
@@ -569,13 +580,13 @@ class _Comparison:
             seen: dict[str, float] = {}
             plain = self.run_plain(at, training=training, private=private)
             pairs = list(zip(own(at), plain, strict=True))
-            gaps = [gap for a, b in pairs for gap in _find_gaps(a, b, self.limit, None, seen)]
+            gaps = [gap for a, b in pairs for gap in find_gaps(a, b, self.limit, None, seen)]
             if gaps:
                 moved = self.run_plain(self.shake(at, self.unit), training=training)
                 gaps = [
                     gap
                     for (a, b), c in zip(pairs, moved, strict=True)
-                    for gap in _find_gaps(a, b, self.limit, c, seen)
+                    for gap in find_gaps(a, b, self.limit, c, seen)
                 ]
             if not gaps:
                 for kind, size in seen.items():
@@ -810,7 +821,7 @@ def _find_distant_mean(
         # Squares of the distance from the mean of a side; their mean is its variance.
         squares = [(one - one.mean(0)).square().sum(1) * len(one) / (len(one) - 1) for one in both]
         means = [] if "entries" in name else [one[:, 0] for one in both]
-        # The gradient of a bias before a normalization is rounding alone, see `_find_gaps`.
+        # The gradient of a bias before a normalization is rounding alone, see `find_gaps`.
         least = 0.1 * max(slopes, default=0.0) if "gradient" in name else 0.0
         floor = 10 * limit * max(least, *(float(one.abs().max()) for one in both))
         for what, (a, b), least in (

@@ -209,6 +209,18 @@ def test_the_ending_of_a_file_is_its_format(coterie):
     assert not Path("n.onnx").exists()
 
 
+def test_a_file_is_checked_on_samples_of_the_run(coterie):
+    from coterie import from_arrays
+
+    given = ("export", RUN, "--client", "0", "--force", "--out", "d.pt")
+    assert coterie(*given, "--data", "tiny.toml")[0] == 0
+    before = Path("d.pt").read_bytes()
+    from_arrays([[0.5], [1.5]] * 8, [0, 1] * 8, num_clients=2).save("other.safetensors")
+    said = coterie(*given, "--data", "other.safetensors")
+    assert refused(said, "--data is 'other.safetensors'; expected data of the run, with client 0")
+    assert Path("d.pt").read_bytes() == before
+
+
 def test_names_with_line_breaks_and_escape_codes_are_shown_on_one_line(coterie, finished):
     status, out, _ = coterie("report", "runs/tiny", "--out", "a\nb\x1b[31m.html")
     assert (status, out) == (0, "Report: a b [31m.html\n")

@@ -65,3 +65,17 @@ def test_a_duplicate_costs_its_bytes_again_and_changes_nothing_else():
     assert twice.bytes.unique().tolist() == [16]
     assert torch.equal(twice.mask, once.mask)
     assert torch.equal(twice.table[twice.index], once.table[once.index])
+
+
+def test_a_message_of_another_form_is_no_earlier_one_of_an_exchange():
+    """Clients enroll without a model before they exchange models: where these are late, nothing arrives."""
+    for enrolled in (Message(torch.zeros(20, 0), {"cluster": IDS}), Message(torch.zeros(20, 1))):
+        exchange = door(delay=1.0)
+        exchange.begin_round(Rng(0).at_round(-1))
+        exchange.set_active(IDS)
+        exchange.pull(enrolled, ASKED)
+        (first,) = pulled(exchange, 0, 0.25)
+        assert not first.mask.any()
+        assert not first.bytes.any()
+        (second,) = pulled(exchange, 1, 0.5)
+        assert torch.equal(second.field_by_slot("samples"), ASKED + 0.25)
