@@ -56,7 +56,7 @@ def coverage_table(results: Sequence[compare.StudyResult]) -> str:
                     one.predicted,
                     one.none,
                     one.within,
-                    one.untold,
+                    one.unknown,
                 ),
             ),
         )

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -99,14 +99,11 @@ class StudyResult:
             said.append("No run is there: the numbers are from summary.json.")
         # Without the runs, seeds can only be counted from the rows of the summary.
         if self.archived and self.seeds is None and not self.study.sweep:
-            counts = {label: max((int(r["seeds"]) for r in self.rows if r["label"] == label), default=0)
-                      for label in self.method_labels}  # fmt: skip
             wanted = len(self.study.seeds)
-            said += [
-                f"{label}: {count} of {wanted} seeds."
-                for label, count in counts.items()
-                if count < wanted
-            ]
+            for label in self.method_labels:
+                count = max((int(r["seeds"]) for r in self.rows if r["label"] == label), default=0)
+                if count < wanted:
+                    said.append(f"{label}: {count} of {wanted} seeds.")
         return [*said, *coverage.describe_coverage(content)]
 
     def find_row(self, label: str, cluster: str, metric: str) -> Mapping[str, Any] | None:
@@ -225,6 +222,7 @@ def load_result(folder: str | Path) -> StudyResult:
             f"{folder} holds no study: no {stored_runs.CONFIG}; give a folder that `coterie run` "
             "made"
         )
+    # Reading results must neither need nor run the modules of own methods.
     study = config.parse_study_text(
         stored_runs.load_study_text(path, stored_runs.CONFIG),
         str(path / stored_runs.CONFIG),
@@ -277,19 +275,19 @@ def restrict_to_common_seeds(results: Sequence[StudyResult]) -> tuple[list[Study
     Where they have none in common, or a summary without its runs has other seeds, each keeps its
     own, and that is said.
     """
-    notes = [
-        f"{_display_name(one, results)}: {note}" if len(results) > 1 else note
-        for one in results
-        for note in one.describe_gaps()
-    ]
-    known = {_display_name(one, results): one.seeds for one in results}
-    if len({None if seeds is None else tuple(seeds) for seeds in known.values()}) < 2:
+    notes: list[str] = []
+    ranges: dict[str, str] = {}
+    known: dict[str, Sequence[int]] = {}
+    for one in results:
+        name = _display_name(one, results)
+        lead = f"{name}: " if len(results) > 1 else ""
+        notes += [lead + note for note in one.describe_gaps()]
+        ranges[name] = "unknown" if one.seeds is None else format_seed_ranges(one.seeds)
+        known[name] = one.seeds or ()
+    if len(set(ranges.values())) < 2:
         return list(results), notes
-    own = "; ".join(
-        f"{name} {'unknown' if seeds is None else format_seed_ranges(seeds)}"
-        for name, seeds in known.items()
-    )
-    shared = find_common_seeds({name: seeds or () for name, seeds in known.items()})
+    own = "; ".join(f"{name} {seeds}" for name, seeds in ranges.items())
+    shared = find_common_seeds(known)
     # Without its runs a study cannot be averaged over other seeds; a sweep joins the summaries of
     # its points.
     fixed = any(
@@ -298,14 +296,11 @@ def restrict_to_common_seeds(results: Sequence[StudyResult]) -> tuple[list[Study
     # Then studies keep their own seeds, which the note lists.
     if not shared or fixed:
         return list(results), [*notes, f"Each study is averaged over seeds of its own: {own}."]
-    out = [
-        _make_result(
-            one.folder, one.study, summary.summarize_study(one.folder, shared), archived=False
-        )
-        if list(one.seeds or ()) != shared
-        else one
-        for one in results
-    ]
+    out = list(results)
+    for place, one in enumerate(results):
+        if list(one.seeds or ()) != shared:
+            content = summary.summarize_study(one.folder, shared)
+            out[place] = _make_result(one.folder, one.study, content, archived=False)
     return out, [
         *notes,
         f"Means are over the seeds that all studies have: {format_seed_ranges(shared)}; they "
@@ -376,12 +371,9 @@ def compare_in_pairs(
             one.pairs, metric=entry.name, cluster=cluster, baseline=baseline, share=share
         )
         said = _describe_verdicts(one, entry, own, cluster, share, _display_name(one, results))
-        labels = list(
-            dict.fromkeys(label for pair in own for label in (pair.method_a, pair.method_b))
-        )
-        line = conditions.describe_unequal_conditions(
-            one.spent, [label for label in one.method_labels if label in labels], tried
-        )
+        paired = {pair.method_a for pair in own} | {pair.method_b for pair in own}
+        labels = [label for label in one.method_labels if label in paired]
+        line = conditions.describe_unequal_conditions(one.spent, labels, tried)
         # A winner may be the method that was tuned most: not knowing it is said.
         effort = TRIALS_UNKNOWN if own and tried is None else ""
         out.append(PairComparison(one, entry, own, [*said, *filter(None, (line, effort))]))
@@ -465,11 +457,8 @@ def _describe_verdicts(
 
 def _display_name(one: StudyResult, results: Sequence[StudyResult]) -> str:
     """The name of a study, or its folder where several have that name."""
-    return (
-        one.study.name
-        if sum(one.study.name == other.study.name for other in results) < 2
-        else str(one.folder)
-    )
+    namesakes = sum(one.study.name == other.study.name for other in results)
+    return one.study.name if namesakes < 2 else str(one.folder)
 
 
 def ranking_metric(lines: Sequence[ComparedNumber]) -> str | None:
@@ -548,11 +537,11 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
             chosen = standing.setdefault(row, entry.label) != entry.label
             lines += [_judge_number(line, found, chosen=chosen) for line in found]
     lines += predict_costs(result.study)
-    chain, pairs = _find_orderings(lines)
+    roles, rows = _find_orderings(lines)
     reference = numbers.SOURCES[experiment.partition("/")[0]]
     notes = numbers.find_notes(experiment)
     return PaperComparison(
-        result.study.name, experiment, reference, result.study.scale, lines, chain, pairs, notes, result.seeds,
+        result.study.name, experiment, reference, result.study.scale, lines, roles, rows, notes, result.seeds,
         result.left_out, result.describe_gaps(),
     )  # fmt: skip
 
@@ -569,27 +558,26 @@ def predict_costs(study: StudyConfig) -> list[ComparedNumber]:
     within the rule when it is what is printed, rounded alike.
     """
     experiment = study.paper or numbers.EXPERIMENTS.get(study.name)
-    known = experiment is not None and study.data.num_clients is not None
-    printed = (
-        [p for p in numbers.load_published(str(experiment)) if p.metric in PREDICTED_COSTS]
-        if known
-        else []
-    )
+    # Natural groups are counted only when the data are read; costs are predicted without data.
+    if experiment is None or study.data.num_clients is None:
+        return []
+    printed = [p for p in numbers.load_published(experiment) if p.metric in PREDICTED_COSTS]
     lines = []
     for entry in study.methods:
         own = [one for one in printed if one.row == entry.paper]
-        if own:
-            found = _predict_moved_models(study, entry.label)
-            for one in own:
-                ours = found[one.metric]
-                difference = ours - one.mean
-                within = abs(difference) <= PREDICTED_COSTS[one.metric]
-                lines.append(
-                    ComparedNumber(
-                        entry.label, one.row, one.cluster, one.metric, ours, None, 0, one.mean, one.std, difference,
-                        within, predicted=True,
-                    )
-                )  # fmt: skip
+        if not own:
+            continue
+        found = _predict_moved_models(study, entry.label)
+        for one in own:
+            ours = found[one.metric]
+            difference = ours - one.mean
+            within = abs(difference) <= PREDICTED_COSTS[one.metric]
+            lines.append(
+                ComparedNumber(
+                    entry.label, one.row, one.cluster, one.metric, ours, None, 0, one.mean, one.std,
+                    difference, within, predicted=True,
+                )
+            )  # fmt: skip
     return lines
 
 
@@ -597,17 +585,16 @@ def _predict_moved_models(study: StudyConfig, label: str) -> dict[str, float]:
     """Return the models that move in a whole run and the largest bandwidth, in models."""
     entry, population = study.scale_method(label), study.data.num_clients
     assert population is not None
-    sizes: Sequence[int] = next(
-        (own for one in study.data.build_shifts() if (own := getattr(one, "sizes", None))), ()
-    )
+    shift_sizes = (getattr(shift, "sizes", None) for shift in study.data.build_shifts())
+    sizes: Sequence[int] = next(filter(None, shift_sizes), ())
     # The expected size of a client's cluster: larger clusters have more clients.
     group = round(sum(size**2 for size in sizes) / sum(sizes)) if sizes else None
     # One parameter and no samples: only models are counted.
     setting = CostSetting(population, params=1, samples=0, group=group)
     rounds = [entry.method.cost(setting, index).models for index in range(entry.settings.rounds)]
     most = max(rounds, default=0.0)
-    # of what moves at a client of a server one model is what it sends; peers receive alone, each by
-    # itself
+    # The bandwidth is what one client receives. Of the models that move at a server's client one
+    # is the model that it sends; a peer's models move only when it reads them.
     bandwidth = max(0.0, most - 1) if entry.method.server else most / population
     return {metrics.MODELS_MOVED.name: sum(rounds), metrics.BANDWIDTH.name: bandwidth}
 
@@ -649,7 +636,7 @@ class PaperCoverage:
             `predict_costs`.
         none: numbers compared with nothing.
         within: compared numbers within the rule.
-        untold: compared numbers for which that is unknown.
+        unknown: compared numbers for which that is unknown.
     """
 
     source: str
@@ -659,28 +646,27 @@ class PaperCoverage:
     predicted: int
     none: int
     within: int
-    untold: int
+    unknown: int
 
 
 def count_coverage(results: Sequence[StudyResult]) -> list[PaperCoverage]:
     """Count, by paper, the published numbers that stored studies compare, without chosen rows."""
-    beside: dict[str, dict[tuple[str, ...], tuple[bool, bool | None]]] = {
+    compared: dict[str, dict[tuple[str, ...], tuple[bool, bool | None]]] = {
         source: {} for source in numbers.SOURCES
     }
     for result in results:
         if result.experiment is None:
             continue
-        full, own = is_full_size(result.study), beside[result.experiment.partition("/")[0]]
+        full, own = is_full_size(result.study), compared[result.experiment.partition("/")[0]]
         for line in compare_with_paper(result).lines:
             key = (result.experiment, line.row, line.cluster, line.metric)
             # A result of full size replaces one of reduced size, never the other way.
             if not line.chosen and not line.predicted and (full or key not in own):
                 own[key] = full, line.within
-    costs = {source: predict_paper_costs(source) for source in beside}
     out = []
-    for source, own in beside.items():
+    for source, own in compared.items():
         published, full = len(numbers.load_table(source)), sum(one for one, _ in own.values())
-        ledger = [line.within for lines in costs[source].values() for line in lines]
+        ledger = [line.within for line in chain(*predict_paper_costs(source).values())]
         within = [*(one for _, one in own.values()), *ledger]
         out.append(
             PaperCoverage(
@@ -693,20 +679,14 @@ def count_coverage(results: Sequence[StudyResult]) -> list[PaperCoverage]:
 
 def predict_paper_costs(source: str) -> dict[str, list[ComparedNumber]]:
     """Return the predicted costs of a paper by the name of its built-in study of full size."""
-    names = [
-        name
-        for name, experiment in numbers.EXPERIMENTS.items()
-        if experiment.partition("/")[0] == source
-    ]
-    printing = [
-        name
-        for name in names
-        if any(
-            one.metric in PREDICTED_COSTS
-            for one in numbers.load_published(numbers.EXPERIMENTS[name])
-        )
-    ]
-    return {name: predict_costs(config.load_study(name)) for name in printing}
+    costs = {}
+    for name, experiment in numbers.EXPERIMENTS.items():
+        if experiment.partition("/")[0] != source:
+            continue
+        # Loading a built-in study takes longer than looking at the table, and few print costs.
+        if any(one.metric in PREDICTED_COSTS for one in numbers.load_published(experiment)):
+            costs[name] = predict_costs(config.load_study(name))
+    return costs
 
 
 def _compare_number(result: StudyResult, label: str, one: PublishedNumber) -> ComparedNumber | None:
@@ -759,37 +739,28 @@ def _judge_number(
     line: ComparedNumber, row: Sequence[ComparedNumber], *, chosen: bool
 ) -> ComparedNumber:
     """Say whether a number is within the rule, among those of its row."""
-    pooled = None
-    if line.paper_std is None:
-        # a mean over all clients varies less than that of a cluster
-        apart = line.cluster in summary.MEANS
-        own = [
-            one.std for one in row
-            if one.metric == line.metric and (one.cluster in summary.MEANS) == apart and one.std is not None
-        ]  # fmt: skip
-        pooled = math.sqrt(sum(std**2 for std in own) / len(own)) if own else None
-    within = abs(line.difference) <= allowed_difference(
-        line.metric, line.std, pooled if line.paper_std is None else line.paper_std
-    )
-    printed = (
-        [line] if line.paper_std is not None else [one for one in row if one.metric == line.metric]
-    )
-    # Without a deviation of its own, a number is judged only if the row's printed ones allow it.
-    told = (
-        None
-        if any(is_too_uncertain(one.metric, one.paper, one.paper_std) for one in printed)
-        else within
-    )
-    return replace(line, within=told, pooled=pooled, chosen=chosen)
+    pooled, paper_std, printed = None, line.paper_std, [line]
+    if paper_std is None:
+        # Without a deviation of its own, a number is judged only if the row's printed ones allow.
+        printed = [one for one in row if one.metric == line.metric]
+        # A mean over all clients varies less than that of a cluster: the two are not pooled.
+        of_mean = line.cluster in summary.MEANS
+        alike = [one for one in printed if (one.cluster in summary.MEANS) == of_mean]
+        variances = [one.std**2 for one in alike if one.std is not None]
+        if variances:
+            # Variances, not deviations, average without bias.
+            pooled = paper_std = math.sqrt(sum(variances) / len(variances))
+    allowed = allowed_difference(line.metric, line.std, paper_std)
+    within: bool | None = abs(line.difference) <= allowed
+    if any(is_too_uncertain(one.metric, one.paper, one.paper_std) for one in printed):
+        within = None
+    return replace(line, within=within, pooled=pooled, chosen=chosen)
 
 
 def _cluster_means(result: StudyResult, label: str) -> list[float]:
-    planted = [r for r in result.rows if r["cluster"] not in ("all", "clusters")]
-    return [
-        float(r["mean"])
-        for r in planted
-        if r["label"] == label and r["metric"] == metrics.ACCURACY.name
-    ]
+    wanted = (label, metrics.ACCURACY.name)
+    own = [r for r in result.rows if (r["label"], r["metric"]) == wanted]
+    return [float(r["mean"]) for r in own if r["cluster"] not in summary.MEANS]
 
 
 def _find_orderings(lines: Sequence[ComparedNumber]) -> tuple[list[Ordering], list[Ordering]]:
@@ -804,14 +775,13 @@ def _find_orderings(lines: Sequence[ComparedNumber]) -> tuple[list[Ordering], li
     if not means:
         return [], []
     sign = REGISTRY[str(metric)].sign
-    chain = []
+    orderings = []
     roles = [(name, _best_numbers(means, members, sign)) for name, members in numbers.ROLES]
     there = [(name, best) for name, best in roles if best is not None]
-    # Only neighbors of the chain that the paper itself puts in this order.
     for (better, a), (worse, b) in pairwise(there):
         # Only an order that the paper's numbers themselves show.
         if sign * (a[0] - b[0]) >= 0:
-            chain.append(
+            orderings.append(
                 Ordering(better, worse, (a[0], b[0]), (a[1], b[1]), sign * (a[1] - b[1]) >= 0)
             )
     pairs = []
@@ -826,7 +796,7 @@ def _find_orderings(lines: Sequence[ComparedNumber]) -> tuple[list[Ordering], li
                         first, second, (a.paper, b.paper), ours, sign * (ours[0] - ours[1]) > 0
                     )
                 )
-    return chain, pairs
+    return orderings, pairs
 
 
 def _best_numbers(
@@ -836,10 +806,9 @@ def _best_numbers(
     lines = [line for row, line in means.items() if row.partition("/")[0] in methods]
     if not lines:
         return None
-    # The sign turns errors around, so that max finds the best.
-    return sign * max(sign * line.paper for line in lines), sign * max(
-        sign * line.ours for line in lines
-    )
+    # For errors the least number is the best.
+    choose = max if sign > 0 else min
+    return choose(line.paper for line in lines), choose(line.ours for line in lines)
 
 
 def to_json(

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
@@ -26,11 +26,9 @@ from coterie.functional.metrics import (
     GLOBAL_ACCURACY,
     GRADIENT_VARIANCE,
     INTERACTION_CHANGE,
-    LABEL,
     Metric,
 )
 from coterie.report import plots
-from coterie.report.data.packing import build_dense_table
 from coterie.report.figures import FIGURES, NOT_STORED, PUBLISHED, FigureKind, PublishedFigure, plot
 from coterie.report.plots import (
     COLORS,
@@ -41,6 +39,7 @@ from coterie.report.plots import (
     NamedRuns,
     add_shared_legend,
     choose_metric,
+    collect_found_labels,
     count_cluster_content,
     draw_band,
     draw_method_curve,
@@ -80,10 +79,8 @@ def plot_simplexes(runs: NamedRuns) -> DrawnFigure:
         own = table.loc[(table["client"] == client).to_numpy()]
         # Barycentric coordinates: the weighted mean of the corners.
         place = own[axes_of].to_numpy(float) @ corners
-        value, served = (
-            ACCURACY.scale * own[ACCURACY.name].to_numpy(float),
-            (own["point"] == SERVED).to_numpy(),
-        )
+        value = ACCURACY.scale * own[ACCURACY.name].to_numpy(float)
+        served = (own["point"] == SERVED).to_numpy()
         outline = np.concatenate([corners, corners[:1]])
         axes.plot(outline[:, 0], outline[:, 1], color="#777777", lw=0.6, zorder=1)
         axes.scatter(
@@ -98,12 +95,10 @@ def plot_simplexes(runs: NamedRuns) -> DrawnFigure:
         axes.plot(
             place[served, 0], place[served, 1], "*", color="white", mec="black", ms=9, mew=0.8
         )
-        axes.set(
-            title="all test sets"
-            if client == ALL_CLIENTS
-            else shorten_text(format_client(run.client_names, client)),
-            aspect="equal",
-        )
+        title = "all test sets"
+        if client != ALL_CLIENTS:
+            title = shorten_text(format_client(run.client_names, client))
+        axes.set(title=title, aspect="equal")
         axes.axis("off")
     figure.colorbar(
         ScalarMappable(norm, "cividis"),
@@ -176,19 +171,8 @@ def plot_class_shares(runs: NamedRuns, *, most: int = 12) -> DrawnFigure:
         runs: named runs.
         most: largest number of panels, those of the largest clusters.
     """
-    tables = {
-        name: (group[0], build_dense_table(group[0], "train", LABEL.name)[1])
-        for name, group in group_by_name(runs).items()
-    }
-    name = next((name for name, (_, values) in tables.items() if len(values)), None)
-    if name is None:
-        raise DataError(
-            "no method here reports labels of its own; clustered methods such as fedgwc and ifca do"
-        )
-    run, values = tables[name]
+    name, (run, label) = next(iter(collect_found_labels(runs).items()))
     classes, content = count_cluster_content(run, "class")
-    # The found clusters of the last round.
-    label = values[-1]
     groups, sizes = np.unique(label[np.isfinite(label)].astype(int), return_counts=True)
     # The largest clusters, then in the order of their numbers.
     groups = np.sort(groups[np.argsort(-sizes, kind="stable")][:most])
@@ -227,8 +211,8 @@ def plot_class_shares(runs: NamedRuns, *, most: int = 12) -> DrawnFigure:
 
 
 BINS = 30
-# the ratio of similarities from which their axis becomes logarithmic: 1 / loss of models that
-# overfit
+# The ratio of similarities from which their axis becomes logarithmic. DAC's similarity 1 / loss
+# reaches such ratios when models overfit: the losses on the own data go to zero.
 HEAVY = 1000.0
 HISTOGRAM = ["pairs", "low", "high", "count", "mean", "std", "own_above_other"]
 PAIRS = ("own cluster", "another cluster")
@@ -254,29 +238,24 @@ def plot_similarities(
         moments: how many rounds are shown of each method: the last in which it has values, and
             others evenly before.
     """
-    groups = {
-        name: [(run, _load_pairs(run, column)) for run in group]
-        for name, group in group_by_name(runs).items()
-    }
-    # A method without recorded pairs gets no panel.
-    groups = {
-        name: group for name, group in groups.items() if any(len(table) for _, table in group)
-    }
+    groups: dict[str, list[pd.DataFrame]] = {}
+    shown: list[tuple[str, int]] = []
+    for name, group in group_by_name(runs).items():
+        own = [_load_pairs(run, column) for run in group]
+        # A method without recorded pairs gets no panel.
+        if any(map(len, own)):
+            groups[name] = own
+            shown += [(name, index) for index in _choose_rounds(own, moments)]
     if not groups:
         raise DataError(
             f"no method here recorded a {column} of clients whose clusters are known; run the "
             "study with "
             "--set record_similarities=true"
         )
-    shown = [
-        (name, index) for name, group in groups.items() for index in _choose_rounds(group, moments)
-    ]
     figure, panels = make_panels(len(shown))
     tables = []
     for axes, (name, index) in zip(panels, shown, strict=True):
-        rows = pd.concat(
-            [table.loc[(table["round"] == index).to_numpy()] for _, table in groups[name]]
-        )
+        rows = pd.concat([own.loc[(own["round"] == index).to_numpy()] for own in groups[name]])
         drawn = _plot_histograms(
             axes, rows[column].to_numpy(float), rows["own"].to_numpy(bool), column
         )
@@ -292,9 +271,7 @@ def _load_pairs(run: StoredRun, column: str) -> pd.DataFrame:
     """Load a run's records of pairs with known clusters: round, value, and if clusters agree."""
     if column not in run.edges:
         return pd.DataFrame({"round": [], column: [], "own": []})
-    reader, read = (
-        run.planted_clusters[run.edges[one].to_numpy(np.int64)] for one in ("reader", "read")
-    )
+    reader, read = _find_planted_clusters(run, run.edges)
     value = run.edges[column].to_numpy(float)
     known = np.isfinite(value) & (reader >= 0) & (read >= 0)
     table = pd.DataFrame(
@@ -303,9 +280,14 @@ def _load_pairs(run: StoredRun, column: str) -> pd.DataFrame:
     return table.loc[known]
 
 
-def _choose_rounds(group: Sequence[tuple[StoredRun, pd.DataFrame]], number: int) -> list[int]:
+def _find_planted_clusters(run: StoredRun, edges: pd.DataFrame) -> list[Int[np.ndarray, " edges"]]:
+    """Return the planted clusters of the reader and the read client of each edge; -1: unknown."""
+    return [run.planted_clusters[edges[one].to_numpy(np.int64)] for one in ("reader", "read")]
+
+
+def _choose_rounds(tables: Sequence[pd.DataFrame], number: int) -> list[int]:
     """Some of the rounds in which there are values, evenly spread, the last one among them."""
-    rounds = sorted({int(index) for _, table in group for index in table["round"].unique()})
+    rounds = sorted({int(index) for table in tables for index in table["round"].unique()})
     # -(-a // b) rounds up. A set: with few rounds two steps may meet at one place.
     places = {-(-len(rounds) * (step + 1) // number) - 1 for step in range(number)}
     return [rounds[place] for place in sorted(places)]
@@ -317,32 +299,30 @@ def _plot_histograms(
     """Draw values of pairs within and across clusters; the table has bins and the separation."""
     low, high = float(value.min()), float(value.max())
     wide = low > 0 and high > (FAR if column == "probability" else HEAVY) * low
-    edges = (
-        np.geomspace(low, high, BINS + 1)
-        if wide
-        # One value alone would give bins of width 0: the range is widened by 1.
-        else np.linspace(low, high + (low == high), BINS + 1)
-    )
+    # One value alone would give bins of width 0: the range is widened by 1.
+    edges = np.linspace(low, high + (low == high), BINS + 1)
+    if wide:
+        edges = np.geomspace(low, high, BINS + 1)
     above, rows = _probability_above(value, own), []
     for place, (name, mine) in enumerate(zip(PAIRS, (own, ~own), strict=True)):
         if not mine.any():
             continue
-        count, mean, spread = (
-            np.histogram(value[mine], edges)[0],
-            value[mine].mean(),
-            value[mine].std(),
-        )
+        count = np.histogram(value[mine], edges)[0]
+        mean, spread = value[mine].mean(), value[mine].std()
         # Blue and orange: far apart in the palette.
         color = COLORS[(0, 4)[place]]
         axes.stairs(
             PERCENT * count / mine.sum(), edges, fill=True, color=color, alpha=0.45, label=name
         )
         if column == "similarity" and spread > 0:
-            x = np.geomspace(low, high, 200) if wide else np.linspace(low, high, 200)
-            # The normal curve shows its mass in a window of one bin, so that it has the scale of
-            # the histogram.
-            half = np.sqrt(edges[1] / edges[0]) if wide else (edges[1] - edges[0]) / 2  # of a bin
-            left, right = (x / half, x * half) if wide else (x - half, x + half)
+            # The normal curve shows its mass in a window of one bin around x, so that it has the
+            # scale of the histogram. Bins of a logarithmic axis have equal ratios.
+            if wide:
+                x, half = np.geomspace(low, high, 200), np.sqrt(edges[1] / edges[0])
+                left, right = x / half, x * half
+            else:
+                x, half = np.linspace(low, high, 200), (edges[1] - edges[0]) / 2
+                left, right = x - half, x + half
             share = ndtr((right - mean) / spread) - ndtr((left - mean) / spread)
             axes.plot(x, PERCENT * share, color=color, ls=("-", "--")[place], lw=1)
         rows += [
@@ -351,7 +331,7 @@ def _plot_histograms(
         ]
     if wide:
         set_log_scale(axes, "x")
-        # a panel has no room for the names of seven decades
+        # A panel has no room for the names of seven decades.
         axes.xaxis.set_major_locator(LogLocator(numticks=3))
     return pd.DataFrame(rows, columns=HISTOGRAM)
 
@@ -414,9 +394,7 @@ def _own_share(run: StoredRun) -> pd.Series:
     """Each round's share of averaged models from the client's own cluster: mean over clients."""
     # Only models that were averaged with: scored and relayed ones are no neighbors.
     mixed = run.edges.loc[(run.edges["purpose"] == "mix").to_numpy(), ["round", "reader", "read"]]
-    reader, read = (
-        run.planted_clusters[mixed[one].to_numpy(np.int64)] for one in ("reader", "read")
-    )
+    reader, read = _find_planted_clusters(run, mixed)
     mixed = mixed.assign(own=(reader == read).astype(float)).loc[(reader >= 0) & (read >= 0)]
     # First within a client, then over clients: a client with many peers does not weigh more.
     return mixed.groupby(["round", "reader"])["own"].mean().groupby(level="round").mean()

@@ -160,10 +160,10 @@ def plot(
     # Later ones win: the caller's options over the paper's over the kind's.
     chosen = {**kind.options, **(published.options if published else {}), **options}
     path = Path(out) if out is not None else Path(f"{figure}.{format}")
-    if path.suffix.removeprefix(".") not in FORMATS:
-        raise ConfigError(
-            describe_unknown("format", path.suffix.removeprefix(".") or str(path), FORMATS)
-        )
+    suffix = path.suffix.removeprefix(".")
+    if suffix not in FORMATS:
+        raise ConfigError(describe_unknown("format", suffix or str(path), FORMATS))
+    # Before drawing, which may take minutes.
     for file in (path, path.with_suffix(".csv")):
         check_file(file)
     found = _load_drawn_runs(runs)
@@ -181,16 +181,12 @@ def plot(
             raise DataError(
                 f"figure {figure} needs runs of {published.study}: {problem}"
             ) from problem
-        # of a name; the table has it whole
+        # The font may lack letters of a name; the table has the name whole.
         warnings.filterwarnings("ignore", "Glyph .* missing from", UserWarning)
         # Without a date the same runs give the same bytes.
-        stamp = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}[
-            path.suffix.removeprefix(".")
-        ]
+        stamp = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {}}[suffix]
         with replace_atomically(prepare_file(path)) as temporary:
-            drawn.savefig(
-                temporary, format=path.suffix.removeprefix("."), bbox_inches="tight", metadata=stamp
-            )
+            drawn.savefig(temporary, format=suffix, bbox_inches="tight", metadata=stamp)
     with replace_atomically(path.with_suffix(".csv")) as temporary:
         table.to_csv(temporary, index=False)
     return path
@@ -213,9 +209,9 @@ def _select_methods(
     runs: Sequence[StoredRun], methods: str | Sequence[str], *, asked: bool
 ) -> list[StoredRun]:
     """Select the runs of some methods; all runs when no default label fits."""
-    patterns = (
-        [one.strip() for one in methods.split(",")] if isinstance(methods, str) else list(methods)
-    )
+    patterns = list(methods)
+    if isinstance(methods, str):
+        patterns = [one.strip() for one in methods.split(",")]
     chosen = [run for run in runs if any(fnmatchcase(run.label, pattern) for pattern in patterns)]
     if asked and not chosen:
         labels = ", ".join(dict.fromkeys(run.label for run in runs))
@@ -225,14 +221,13 @@ def _select_methods(
 
 def _name_runs(runs: Sequence[StoredRun]) -> list[tuple[str, StoredRun]]:
     """Return the runs with a name for their line: the label, and the study if there are several."""
-    studies = {run.folder.parent.parent for run in runs}
-    return [
-        (
-            run.label if len(studies) == 1 else f"{run.label}, {run.study_name.split('/', 1)[-1]}",
-            run,
-        )
-        for run in runs
-    ]
+    several = len({run.folder.parent.parent for run in runs}) > 1
+    named = []
+    for run in runs:
+        # The name of a study begins with its paper, which would not fit a legend.
+        study = f", {run.study_name.split('/', 1)[-1]}" if several else ""
+        named.append((run.label + study, run))
+    return named
 
 
 def _name_by_setting(runs: Sequence[StoredRun], setting: str) -> list[tuple[str, StoredRun]]:

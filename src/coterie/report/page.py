@@ -75,20 +75,21 @@ def write_report_with_notes(
     runs, problems = load_runs([study])
     prepare_file(path)
     # A folder whose runs are all unreadable still gets a page, which says so.
-    data = _build_data(runs, problems, Path(study))
+    data = build_data(runs, problems, Path(study))
     write_atomically(path, render_page(data, render_overview(data, runs)).encode())
     return path, data["notes"]
 
 
-def _build_data(
+def build_data(
     runs: Sequence[StoredRun], problems: Sequence[UnreadableRun], folder: Path
 ) -> dict[str, Any]:
+    """Return the data of the page, with runs or without any that could be read."""
     return build_payload(runs, problems, folder) if runs else build_empty_payload(folder, problems)
 
 
 def render_runs(runs: Sequence[StoredRun], problems: Sequence[UnreadableRun], folder: Path) -> str:
     """Return the report of some runs of one study as text."""
-    data = _build_data(runs, problems, folder)
+    data = build_data(runs, problems, folder)
     return render_page(data, render_overview(data, runs))
 
 

@@ -382,15 +382,7 @@ def draw_graphs(runs: NamedRuns, *, peers: int = 3, after: str | None = None) ->
 
 def draw_label_bars(runs: NamedRuns) -> DrawnFigure:
     """Draw the clients of each found cluster, by planted cluster; the first seed."""
-    last_labels = {}
-    for name, group in group_by_name(runs).items():
-        rounds, values = build_dense_table(group[0], "train", LABEL.name)
-        if len(rounds):
-            last_labels[name] = group[0], values[-1]
-    if not last_labels:
-        raise DataError(
-            "no method here reports labels of its own; clustered methods such as fedgwc and ifca do"
-        )
+    last_labels = collect_found_labels(runs)
     figure, panels = make_panels(len(last_labels))
     rows = []
     for axes, (name, (run, found)) in zip(panels, last_labels.items(), strict=True):
@@ -419,6 +411,24 @@ def draw_label_bars(runs: NamedRuns) -> DrawnFigure:
     if len(panels[0].get_legend_handles_labels()[1]) <= 12:
         add_shared_legend(panels)
     return figure, pd.DataFrame(rows, columns=["method", "found", "of", "count"])
+
+
+def collect_found_labels(runs: NamedRuns) -> dict[str, tuple[StoredRun, np.ndarray]]:
+    """Return the first run of each method that finds clusters, and the labels of its last round.
+
+    Raises:
+        DataError: when no method does.
+    """
+    last_labels = {}
+    for name, group in group_by_name(runs).items():
+        rounds, values = build_dense_table(group[0], "train", LABEL.name)
+        if len(rounds):
+            last_labels[name] = group[0], values[-1]
+    if not last_labels:
+        raise DataError(
+            "no method here reports labels of its own; clustered methods such as fedgwc and ifca do"
+        )
+    return last_labels
 
 
 def _add_client_names(table: pd.DataFrame, names: Mapping[int, str]) -> pd.DataFrame:
@@ -564,7 +574,7 @@ def set_log_scale(axes: Axes, which: Literal["x", "y"]) -> None:
     axes.set(**{f"{which}scale": "log"})
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    # named only where there is hardly a decade
+    # Minor ticks are named only on an axis of one decade or less, where major ones are few.
     axis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
 
 
@@ -596,7 +606,7 @@ def add_shared_legend(panels: Sequence[Axes], ncols: int = 4) -> None:
         figure.legend(
             list(named.values()), list(named), loc="outside upper center", ncols=ncols, fontsize=7
         )
-        # inches of a line
+        # A line of the legend takes 0.16 inches; the figure has room for the first.
         figure.set_figheight(figure.get_figheight() + 0.16 * (math.ceil(len(named) / ncols) - 1))
 
 
@@ -650,21 +660,15 @@ def draw_sweep(
     for _, run in runs:
         values = [find_setting(run, one) for one in asked]
         if run.is_finished and None not in values:
-            points.append(
-                (
-                    strip_settings(run.label, asked),
-                    run.method_kind,
-                    *values,
-                    compute_final_mean(run, shown.name, cluster),
-                )
-            )
+            mean = compute_final_mean(run, shown.name, cluster)
+            points.append((strip_settings(run.label, asked), run.method_kind, *values, mean))
     table = pd.DataFrame(points, columns=["method", "kind", *asked, "value"])
     if all(len(np.unique(table[one].to_numpy())) < 2 for one in asked):
         raise DataError(
             f"the finished runs here do not vary {setting}; give the folders of all points "
             "of a sweep"
         )
-    # a label a value
+    # When each label has one value, lines by label would be single points: the kind joins them.
     if len(set(zip(table["method"], table[asked[0]], strict=True))) == len(set(table["method"])):
         table["method"] = table["kind"]
     reduced = _reduce_over_seeds(table, "method", asked)
@@ -733,26 +737,20 @@ def draw_sensitivities(
         metric: its name; the main metric of the runs when None.
         cluster: "all", "clusters" or a cluster's name.
     """
-    fits = [any(fnmatch(run.study_name, pattern) for pattern in studies) for _, run in runs]
-    chosen = [pair for pair, fit in zip(runs, fits, strict=True) if fit] or list(runs)
+    chosen = []
+    for name, run in runs:
+        if any(fnmatch(run.study_name, pattern) for pattern in studies):
+            chosen.append((name, run))
+    chosen = chosen or list(runs)
     shown = choose_metric(chosen, metric)
     rows = []
     for _, run in chosen:
         value = find_setting(run, setting)
         if run.is_finished and value is not None:
-            title = ", ".join(
-                part
-                for part in (run.study_name.split("/")[-1], run.method_settings.get("aggregation"))
-                if part
-            )
-            rows.append(
-                (
-                    title,
-                    strip_settings(run.label, [setting]),
-                    value,
-                    compute_final_mean(run, shown.name, cluster),
-                )
-            )
+            parts = run.study_name.split("/")[-1], run.method_settings.get("aggregation")
+            mean = compute_final_mean(run, shown.name, cluster)
+            label = strip_settings(run.label, [setting])
+            rows.append((", ".join(filter(None, parts)), label, value, mean))
     table = pd.DataFrame(rows, columns=["panel", "method", setting, "value"])
     if len(np.unique(table[setting].to_numpy())) < 2:
         raise DataError(
@@ -760,7 +758,9 @@ def draw_sensitivities(
             "of a sweep"
         )
     reduced = _reduce_over_seeds(table, "panel", ["method", setting])
-    titles, order = (list(dict.fromkeys(reduced[column])) for column in ("panel", "method"))
+    titles = list(dict.fromkeys(reduced["panel"]))
+    # A method has the same style in all panels, also in one that lacks other methods.
+    order = list(dict.fromkeys(reduced["method"]))
     figure, panels = make_panels(len(titles))
     for axes, title in zip(panels, titles, strict=True):
         draw_setting_lines(

@@ -64,12 +64,12 @@ class _MLflow:
         # A database file in the folder, no server.
         self._client = MlflowClient(tracking_uri=f"sqlite:///{(folder / 'mlflow.db').resolve()}")
         found = self._client.get_experiment_by_name(PROJECT)
-        place = (folder / "artifacts").resolve().as_uri()
-        experiment = (
-            found.experiment_id
-            if found
-            else self._client.create_experiment(PROJECT, artifact_location=place)
-        )
+        if found:
+            experiment = found.experiment_id
+        else:
+            # By default MLflow puts artifacts into the working directory.
+            place = (folder / "artifacts").resolve().as_uri()
+            experiment = self._client.create_experiment(PROJECT, artifact_location=place)
         self._run = self._client.create_run(experiment, run_name=name).info.run_id
         for key, value in settings.items():
             self._client.log_param(self._run, key, value)
@@ -159,17 +159,15 @@ def feed_while_running(
                 f"{step.label}-seed-{step.seed}", {**(settings or {}), "seed": step.seed}
             )
         values = {f"validation/{LOSS.name}": step.loss, f"validation/{step.metric}": step.score}
-        values |= {
-            "seconds": step.seconds,
-            **{f"train/{name}": value for name, value in step.reported.items()},
-        }
+        values["seconds"] = step.seconds
+        for name, value in step.reported.items():
+            values[f"train/{name}"] = value
         if step.diverged:
             values[f"validation/{DIVERGED.name}"] = step.diverged
         # NaN differs from itself: a round without an evaluation has no score, and neither has one
         # in which a model diverged, which is counted.
-        writers[key].log(
-            step.round + 1, {name: value for name, value in values.items() if value == value}
-        )
+        known = {name: value for name, value in values.items() if value == value}
+        writers[key].log(step.round + 1, known)
 
     try:
         yield observe
@@ -190,9 +188,8 @@ def export_runs(runs: Sequence[StoredRun], open_writer: Opener) -> int:
             name: describe_metric(run.known_metrics[name])
             for name in metrics_to_store(run.known_metrics.values())
         }
-        settings = dict(
-            _iterate_flat_settings({**run.config, **({"metrics": declared} if declared else {})})
-        )
+        config = {**run.config, "metrics": declared} if declared else run.config
+        settings = dict(_iterate_flat_settings(config))
         if run.client_names:
             settings["client_names"] = format_clients(run.client_names, run.client_names, 50)
         writer = open_writer(
@@ -215,7 +212,8 @@ def describe_metric(metric: Metric) -> str:
     """
     scale = f", times {metric.scale:g}" if metric.scale != 1 else ""
     unit = f" in {metric.unit}" if metric.unit else ""
-    return metric.title + scale + unit + (f", {metric.better} is better" if metric.better else "")
+    better = f", {metric.better} is better" if metric.better else ""
+    return metric.title + scale + unit + better
 
 
 def _iterate_round_means(run: StoredRun) -> Iterator[tuple[int, dict[str, float]]]:

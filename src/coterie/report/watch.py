@@ -19,8 +19,14 @@ from urllib.parse import parse_qs, urlsplit
 
 from coterie._util.loopback import HOST, is_local_request
 from coterie.errors import ConfigError, DataError
-from coterie.report.data import build_empty_payload, build_payload
-from coterie.report.page import encode_for_script, format_subtitle, render_overview, render_page
+from coterie.report.data import build_empty_payload
+from coterie.report.page import (
+    build_data,
+    encode_for_script,
+    format_subtitle,
+    render_overview,
+    render_page,
+)
 from coterie.results.stored_runs import CONFIG, EDGES, FEDERATION, METRICS, PROVENANCE, load_runs
 
 WATCHED = (CONFIG, METRICS, EDGES, PROVENANCE, FEDERATION)
@@ -70,11 +76,7 @@ class FolderFollower:
         except DataError:
             runs, problems = [], []
         try:
-            data = (
-                build_payload(runs, problems, self.folder)
-                if runs
-                else build_empty_payload(self.folder, problems)
-            )
+            data = build_data(runs, problems, self.folder)
         except DataError as error:  # a folder of several studies
             runs, data = [], {**build_empty_payload(self.folder), "notes": [str(error)]}
         return {

@@ -68,7 +68,7 @@ def build_payload(
     # A single cluster is the same as none.
     if len(np.unique(cluster[cluster >= 0])) < 2:
         cluster[:] = -1
-    names = load_cluster_names(home, (int(c) for c in np.unique(cluster) if c >= 0))
+    names = load_cluster_names(home, np.unique(cluster[cluster >= 0]).tolist())
     clusters = []
     for c, name in names.items():
         clusters.append({"id": c, "name": name, "size": int((cluster == c).sum())})

@@ -28,17 +28,14 @@ def pack_array(values: Num[np.ndarray, "..."], kind: str) -> dict[str, Any]:
     out: dict[str, Any] = {"kind": kind, "shape": list(values.shape)}
     if kind == "q16":
         finite = np.isfinite(values)
-        low, high = (
-            (float(values[finite].min()), float(values[finite].max()))
-            if finite.any()
-            else (0.0, 0.0)
-        )
+        low = high = 0.0
+        if finite.any():
+            low, high = float(values[finite].min()), float(values[finite].max())
         # Steps 0 to 65,534 hold the values, 65,535 stands for NaN; 1.0 where all values are equal.
         step = (high - low) / 65534 or 1.0
         out |= {"low": low, "step": step}
-        whole = np.where(
-            finite, np.round((np.where(finite, values, low) - low) / step), 65535
-        ).astype("<u2")
+        steps = np.round((np.where(finite, values, low) - low) / step)
+        whole = np.where(finite, steps, 65535).astype("<u2")
     else:
         whole = values.astype({"u8": "u1", "u16": "<u2", "f32": "<f4"}[kind])
     out["text"] = base64.b64encode(zlib.compress(whole.tobytes(), 6)).decode()
@@ -104,17 +101,20 @@ def align_seeds(
     Returns:
         The rounds, and the values of each run that recorded the metric.
     """
-    tables = [(run.is_finished, *build_dense_table(run, split, metric)) for run in runs]
-    tables = [(done, own, values) for done, own, values in tables if len(own)]
+    tables, ends = [], []
+    for run in runs:
+        own, values = build_dense_table(run, split, metric)
+        if len(own):
+            tables.append((own, values))
+            # A run that is not finished bounds the rounds: its last one is not its end.
+            if not run.is_finished:
+                ends.append(own[-1])
     if not tables:
         return np.zeros(0, dtype=np.int64), []
-    rounds = np.unique(np.concatenate([own for _, own, _ in tables]))
-    # A run that is not finished bounds the rounds: its last one is not its end.
-    rounds = rounds[
-        rounds <= min((own[-1] for done, own, _ in tables if not done), default=rounds[-1])
-    ]
+    rounds = np.unique(np.concatenate([own for own, _ in tables]))
+    rounds = rounds[rounds <= min(ends, default=rounds[-1])]
     out = []
-    for _, own, values in tables:
+    for own, values in tables:
         # The last own round at or before each common one; -1 before the first.
         at = np.searchsorted(own, rounds, side="right") - 1
         out.append(np.where((at >= 0)[:, None], values[np.maximum(at, 0)], np.nan))

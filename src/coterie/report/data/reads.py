@@ -136,11 +136,9 @@ def _find_top_peers(
         read, count = np.asarray(whole.indices[own]), np.asarray(whole.data[own])
         # Most read first, ties by id.
         order = np.lexsort((read, -count))[: peers.shape[1]]
-        peers[row, : len(order)], times[row, : len(order)] = (
-            read[order],
-            # The largest number of "u16".
-            np.minimum(count[order], 65535),
-        )
+        peers[row, : len(order)] = read[order]
+        # 65535 is the largest number of "u16".
+        times[row, : len(order)] = np.minimum(count[order], 65535)
     return peers, times
 
 
