@@ -235,7 +235,7 @@ def analyze_runs(
     if what not in ANALYSES:
         raise ConfigError(describe_unknown("analysis", what, ANALYSES))
     analysis = ANALYSES[what]
-    kinds = _find_kinds(analysis.method)
+    kinds = [kind for kind, known in METHODS.items() if issubclass(known, analysis.method)]
     runs, problems = load_runs([folder])
     # A run that cannot be read is said and skipped: the others can be analyzed.
     for problem in problems:
@@ -252,10 +252,6 @@ def analyze_runs(
         table = analysis.measure(reopen_run(run.folder, **sources), options or AnalysisOptions())
         written.append(_write_table(run.folder, what, table))
     return written
-
-
-def _find_kinds(method: type[Any]) -> list[str]:
-    return [kind for kind, known in METHODS.items() if issubclass(known, method)]
 
 
 def _write_table(folder: Path, what: str, table: pd.DataFrame) -> Path:

@@ -397,6 +397,7 @@ def compare_each_two(
         sides = []
         for one in (a, b):
             name = _display_name(one, results)
+            # Pairs need the values of each client, which a summary does not have.
             if one.archived:
                 why = f"of {name} the summary alone is stored, without its runs."
             elif one.study.sweep and not one.pairs:
@@ -527,11 +528,11 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
     standing: dict[str, str] = {}
     for entry in result.study.methods:
         row = entry.paper or ""
-        found = [
-            line
-            for one in by_row.get(row, [])
-            if (line := _compare_number(result, entry.label, one)) is not None
-        ]
+        found = []
+        for one in by_row.get(row, ()):
+            line = _compare_number(result, entry.label, one)
+            if line is not None:
+                found.append(line)
         if found:
             # The first method of a row stands for it.
             chosen = standing.setdefault(row, entry.label) != entry.label
@@ -541,8 +542,8 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
     reference = numbers.SOURCES[experiment.partition("/")[0]]
     notes = numbers.find_notes(experiment)
     return PaperComparison(
-        result.study.name, experiment, reference, result.study.scale, lines, roles, rows, notes, result.seeds,
-        result.left_out, result.describe_gaps(),
+        result.study.name, experiment, reference, result.study.scale, lines, roles, rows, notes,
+        result.seeds, result.left_out, result.describe_gaps(),
     )  # fmt: skip
 
 
@@ -618,8 +619,8 @@ def _sizes_of_points(study: StudyConfig) -> list[tuple[Any, ...]]:
 def _sizes_of_one(study: StudyConfig) -> tuple[Any, ...]:
     local, data = study.settings.local, study.data
     return (
-        study.scale * study.settings.rounds, study.settings.participation, local.epochs, local.steps, local.batch_size,
-        data.dataset, data.num_clients, data.train, study.model.kind,
+        study.scale * study.settings.rounds, study.settings.participation, local.epochs,
+        local.steps, local.batch_size, data.dataset, data.num_clients, data.train, study.model.kind,
     )  # fmt: skip
 
 
@@ -670,8 +671,8 @@ def count_coverage(results: Sequence[StudyResult]) -> list[PaperCoverage]:
         within = [*(one for _, one in own.values()), *ledger]
         out.append(
             PaperCoverage(
-                source, published, full, len(own) - full, len(ledger), published - len(within), within.count(True),
-                within.count(None),
+                source, published, full, len(own) - full, len(ledger), published - len(within),
+                within.count(True), within.count(None),
             )
         )  # fmt: skip
     return out

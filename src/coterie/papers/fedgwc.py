@@ -24,8 +24,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "coterie": {},
     "paper": {"upv_axis": "row", "patience": 1, "min_pair_updates": 0.0},
     "released": {
-        "alpha_rule": "local_rate", "reward_weights": "samples", "ddof": 0, "loss_sampling_size": 10,
-        "normalize_rewards": True, "start": "uniform", "minmax": True, "diagonal": 0.0, "db_space": "embedding",
+        "alpha_rule": "local_rate", "reward_weights": "samples", "ddof": 0,
+        "loss_sampling_size": 10, "normalize_rewards": True, "start": "uniform", "minmax": True,
+        "diagonal": 0.0, "db_space": "embedding",
         "n_max_by": "cohort", "mse_scope": "sampled", "clients_per_round": 10, "explore": False,
         "min_cluster_size": 1, "min_pair_updates": 0.0,
     },

@@ -240,7 +240,8 @@ def load_table(source: str) -> tuple[dict[str, str], ...]:
     # Checked first: a name could otherwise lead to any file next to the tables.
     if source not in SOURCES:
         raise ConfigError(describe_unknown("paper", source, SOURCES))
-    # The tables are package data: they may lie in an archive and have no path.
+    # The tables are package data, which may lie in an archive and have no path. A tuple, since all
+    # callers share the cached one.
     with (resources.files("coterie.papers") / f"{source}.csv").open(encoding="utf-8") as file:
         return tuple(csv.DictReader(file))
 

@@ -169,6 +169,7 @@ def plot(
     found = _load_drawn_runs(runs)
     # A paper's labels are a default, which may fit none; labels that the caller gave must.
     found = _select_methods(found, chosen.pop("methods", ()), asked="methods" in options)
+    # For this figure alone: the caller's own style and warnings stay.
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         try:
             named = _name_runs(found)

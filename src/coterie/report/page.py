@@ -87,12 +87,6 @@ def build_data(
     return build_payload(runs, problems, folder) if runs else build_empty_payload(folder, problems)
 
 
-def render_runs(runs: Sequence[StoredRun], problems: Sequence[UnreadableRun], folder: Path) -> str:
-    """Return the report of some runs of one study as text."""
-    data = build_data(runs, problems, folder)
-    return render_page(data, render_overview(data, runs))
-
-
 def render_page(data: Mapping[str, Any], first: str, *, connect: str = "'none'") -> str:
     """Render a page from its data and its first view.
 
@@ -397,6 +391,7 @@ def render_result_table(data: Mapping[str, Any], metric: Metric) -> str:
         by_label.setdefault(row["label"], {})[row["cluster"]] = row
     body = []
     for label, cells in by_label.items():
+        # All cells of a method are over the same seeds.
         seeds = next(reversed(cells.values()))["seeds"]
         line = [f'<th scope="row">{escape(label)}</th><td>{seeds}</td>']
         line += [_render_mean(cells.get(column), metric, leading[column]) for column in columns]

@@ -41,7 +41,7 @@ from coterie.results.varied import find_value, split_setting, strip_settings
 NamedRuns = Sequence[tuple[str, StoredRun]]
 DrawnFigure = tuple[Figure, pd.DataFrame]
 
-# as in the report
+# Those of the report (METHOD_COLORS of core.js): a method has one color in both.
 COLORS = ("#004885", "#895200", "#0DA066", "#BA6FCC", "#D96A05", "#006B9C", "#623902", "#625A5E")
 DASHES = (
     "-",
@@ -173,6 +173,7 @@ def draw_heatmaps(runs: NamedRuns) -> DrawnFigure:
     norm, rows, names = PowerNorm(0.5, 0, most), [], merge_client_names(run for _, run in runs)
     for number, (axes, (name, count)) in enumerate(zip(panels, counts.items(), strict=True)):
         cluster = pad_planted_clusters(groups[name], len(count))
+        # A stable sort keeps the clients of a cluster in the order of their ids.
         order = np.argsort(cluster, kind="stable")
         axes.grid(visible=False)
         axes.imshow(count[order][:, order], cmap="magma_r", norm=norm)
@@ -540,9 +541,7 @@ def _scale_deviation(scale: float, spread: float | None) -> float | None:
 def _mean_over_clients(run: StoredRun, values: np.ndarray, cluster: str) -> np.ndarray:
     # Aligned with the columns of `values`, one for each id; NaN for other ids.
     planted = run.client_clusters.reindex(range(values.shape[1])).to_numpy()
-    names = load_cluster_names(
-        run.folder.parent.parent, (int(c) for c in run.client_clusters.unique() if c >= 0)
-    )
+    names = load_cluster_names(run.folder.parent.parent, run.known_clusters)
     members = {name: planted == c for c, name in names.items()}
     if cluster == "all":
         return mean_over_clients(values) if values.size else np.zeros(0)

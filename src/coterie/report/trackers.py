@@ -218,13 +218,11 @@ def describe_metric(metric: Metric) -> str:
 
 def _iterate_round_means(run: StoredRun) -> Iterator[tuple[int, dict[str, float]]]:
     """Yield the means of each round, by name."""
-    columns = (
-        run.metrics[name].tolist()
-        for name in ("round", "split", "model", "metric", "cluster", "value")
-    )
+    columns = ["round", "split", "model", "metric", "cluster", "value"]
     sums: dict[int, dict[str, list[float]]] = {}
     lost = find_diverged(run.metrics)
-    for row, (index, split, model, metric, cluster, value) in enumerate(zip(*columns, strict=True)):
+    for row, entry in enumerate(run.metrics[columns].itertuples(index=False)):
+        index, split, model, metric, cluster, value = entry
         # A client without a value does not count, unless its model diverged: then no mean may
         # hide it.
         if math.isnan(value) and not lost[row]:
@@ -237,6 +235,7 @@ def _iterate_round_means(run: StoredRun) -> Iterator[tuple[int, dict[str, float]
             # Sum and count of each mean.
             total[0] += value
             total[1] += 1
+    # Ascending: Weights & Biases drops a step that is before the last one.
     for index in sorted(sums):
         yield index, {name: total / count for name, (total, count) in sums[index].items()}
 

@@ -172,6 +172,7 @@ def _make_handler(follower: FolderFollower, token: str) -> type[BaseHTTPRequestH
                 self._send_answer(HTTPStatus.OK, "text/html", text)
             elif asked.path == "/data":
                 message = follower.load_message()
+                # The page asks every two seconds: without news the answer is empty.
                 if given.get("since") == [message["signature"]]:
                     self._send_answer(HTTPStatus.NO_CONTENT, "application/json", "")
                 else:

@@ -91,7 +91,8 @@ def test_names_from_outside_are_escaped_everywhere(small, write_run, final_rows)
         small / "x" / "seed-0", kind="dac", label=HOSTILE, seed=0, metrics=rows, study=HOSTILE
     )
     runs, problems = load_runs([small / "x", small / "Local"])
-    text = page.render_runs(runs, problems, small)
+    content = page.build_data(runs, problems, small)
+    text = page.render_page(content, page.render_overview(content, runs))
     assert "alert(" in text
     assert '<script>alert("x")' not in text
     assert text.count("<script") == 3

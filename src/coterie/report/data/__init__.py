@@ -81,7 +81,7 @@ def build_payload(
     # Without clusters a mean over clusters is the mean over clients.
     if not names:
         for part in ("rows", "pairs"):
-            results[part] = _select_overall_rows(results[part])
+            results[part] = [row for row in results[part] if row["cluster"] == "all"]
     compared = _build_pairs(results, collect_metrics(runs), metric)
     # The page has the pairs once, under their own key.
     results = {name: value for name, value in results.items() if name not in ("pairs", "about")}
@@ -138,10 +138,6 @@ def _select_alike_runs(
     return alike
 
 
-def _select_overall_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row for row in rows if row["cluster"] == "all"]
-
-
 def _build_pairs(results: dict[str, Any], known: Metrics, main: str) -> dict[str, Any]:
     """Build the pairs of methods in words and numbers, by metric and group of clients.
 
@@ -152,6 +148,7 @@ def _build_pairs(results: dict[str, Any], known: Metrics, main: str) -> dict[str
     """
     content = replace_nonfinite(results)
     every, rows = pairs.parse_pairs(content), content["rows"]
+    # p values are corrected within such a family: the pairs of one column of the results.
     by_family: dict[tuple[str, str], list[Pair]] = {}
     for pair in every:
         by_family.setdefault((pair.metric, pair.cluster), []).append(pair)

@@ -30,18 +30,18 @@ def compute_costs(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[
         not), `train_samples` and `wall_s` of the whole run, the number of `seeds`, and over
         `rounds` the cumulative bytes `spent` and the metric `reached`.
     """
-    return [
-        {"method": place, **_compute_method_cost(runs, metric)}
-        for place, runs in enumerate(groups.values())
-        if runs
-    ]
+    costs = []
+    for place, runs in enumerate(groups.values()):
+        if runs:
+            costs.append({"method": place, **_compute_method_cost(runs, metric)})
+    return costs
 
 
 def _compute_method_cost(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
     rounds, reached = compute_mean_curve(runs, "validation", metric)
     shown = thin_indices(len(rounds), MOST_POINTS) if len(rounds) else np.zeros(0, dtype=np.int64)
     spent = np.mean([_cumulative_bytes(run, rounds) for run in runs], axis=0)
-    per_run = pd.DataFrame([_compute_run_cost(run) for run in runs])
+    per_run = pd.DataFrame(list(map(_compute_run_cost, runs)))
     means = {name: float(np.mean(per_run[name].to_numpy())) for name in per_run.columns}
     return {
         "seeds": len(runs),

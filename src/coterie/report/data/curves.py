@@ -94,6 +94,7 @@ def build_client_data(
     """
     population, chosen = len(cluster), sample_clients(cluster)
     runs = list(chain.from_iterable(groups.values()))
+    # Final values are of the compared seeds alone, curves of all runs.
     done = select_compared_runs(runs)
     baseline = next((run.label for run in runs if run.method_kind == "local"), None)
     gains = compute_client_gains(done, baseline, metric)
