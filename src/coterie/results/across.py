@@ -69,12 +69,14 @@ def compare_across(
         ignored = (*ignored, "metrics", "extra_metrics")
     differences = _list_differences(groups[0][0].config, groups[1][0].config, ignored)
     titles = _name_studies(names, differences)
+    # Methods of both studies may have one label: the names of the studies keep them apart.
     renamed = []
     for title, group in zip(titles, groups, strict=True):
         renamed += [_rename_run(run, f"{run.label} ({title})") for run in group]
     shared = [label for label in labels[0] if label in labels[1]]
     if baseline is not None:
         shared = [label for label in shared if label == baseline]
+    # Without an order, since a pair has the better method first.
     wanted = set()
     for a in labels[0]:
         for b in labels[1]:
@@ -107,6 +109,7 @@ def _find_obstacle(names: tuple[str, str], groups: Sequence[Sequence[StoredRun]]
     sources = [(run.config.get("data") or {}).get("dataset") for run in (a, b)]
     if sources[0] != sources[1]:
         return head + f"their data are {sources[0]!r} and {sources[1]!r}."
+    # Pairs are of one client under both: other names or clusters show other clients.
     for one in groups[0]:
         for other in groups[1]:
             if one.seed != other.seed:

@@ -12,6 +12,7 @@ from coterie.results.selection import select_compared_runs
 from coterie.results.stored_runs import (
     StoredRun,
     UnreadableRun,
+    group_by_label,
     load_runs,
     main_metric,
     merge_client_names,
@@ -45,16 +46,15 @@ def compute_client_rows(
         return []
     metric = metric or main_metric(chosen)
     names = merge_client_names(chosen)
-    grouped: dict[str, list[StoredRun]] = {}
-    for run in chosen:
-        grouped.setdefault(run.label, []).append(run)
     rows = []
-    for label, group in grouped.items():
+    for label, group in group_by_label(chosen).items():
         # Clients x seeds; a client that is missing in a run has NaN there.
         table = pd.concat([run.final_values(metric) for run in group], axis=1).sort_index()
         for client, values in zip(table.index, table.to_numpy(float), strict=True):
             mean, deviation = mean_std_over_seeds(values)
-            finite = bool(np.isfinite(mean))
+            # A summary is JSON, which has no NaN.
+            if not np.isfinite(mean):
+                mean = deviation = None
             rows.append(
                 {
                     "method": group[0].method_kind,
@@ -62,8 +62,8 @@ def compute_client_rows(
                     "client": int(client),
                     "cluster": format_client(names, int(client)),
                     "metric": metric,
-                    "mean": mean if finite else None,
-                    "std": deviation if finite else None,
+                    "mean": mean,
+                    "std": deviation,
                     "seeds": len(group),
                 }
             )

@@ -12,7 +12,7 @@ ALIKE = 0.01
 TRAINED = "trained_rounds"
 """The rounds of a trial of tuning with a budget: a share of the method's, not a setting that was tried."""
 MOST_BYTES = 64_000_000
-"""Of a file with the trials of a tuning."""
+"""The largest file with the trials of a tuning: it is read whole, and a wrong file may be huge."""
 
 
 def count_tried_settings(path: str | Path) -> dict[str, int]:

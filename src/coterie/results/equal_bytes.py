@@ -160,8 +160,10 @@ def rank_runs(
     model: Model = "current"
     if tested:
         uses_best = {_uses_best_models(run) for run in chosen}
-        model = "either" if len(uses_best) > 1 else model
-        model = "best" if uses_best == {True} else model
+        if len(uses_best) > 1:
+            model = "either"
+        elif uses_best == {True}:
+            model = "best"
     split: Split = "test" if tested else "validation"
     return EqualBytes(
         whole["study"], metric, split, model, budget, rows, whole["seeds"], whole["left_out"]

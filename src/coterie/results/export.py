@@ -117,9 +117,9 @@ def export_model(
     known = {name: _to_text(value) for name, value in description.items()}
     program = _build_onnx_program(models, client, which) if format == "onnx" else None
     if program is not None:
-        program.model.metadata_props.update(
-            {f"coterie.{name}": value for name, value in known.items()}
-        )
+        for name, value in known.items():
+            # ONNX files hold metadata of several programs: the prefix keeps them apart.
+            program.model.metadata_props[f"coterie.{name}"] = value
     # A reader never sees half a file.
     with replace_atomically(path) as temporary:
         if program is not None:
@@ -238,6 +238,7 @@ def _build_onnx_program(models: Models, client: int | str, which: Which) -> torc
     """Return the module as a graph that takes batches of any size."""
     check_onnx_packages()
     module, recipe = models.model(client, which), models.spec
+    # A module may return more than its output; the graph has the output alone.
     module.register_forward_hook(OutputConversion(recipe.output))
     kind = torch.uint8 if recipe.inputs.images else torch.float32
     # 2 samples: torch.export takes a size of 1 for a constant.

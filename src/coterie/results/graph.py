@@ -62,7 +62,7 @@ def count_reads_sparse(edges: pd.DataFrame, population: int) -> sparse.csr_array
         error=DataError,
     )
     once = np.ones(len(reader), dtype=np.int64)
-    # which adds up
+    # The conversion adds up entries of one place: one for each read.
     return sparse.coo_array((once, (reader, read)), shape=(population, population)).tocsr()
 
 
@@ -142,10 +142,8 @@ def rounds_to_discovery(
     # Where a block begins: reader or round differs from the row before.
     starts = np.flatnonzero(np.diff(reader[order], prepend=-1) | np.diff(index[order], prepend=-1))
     client, rounds = reader[order][starts], index[order][starts]
-    pulls, right = (
-        np.diff(starts, append=len(order)),
-        np.add.reduceat(inside.astype(np.int64), starts),
-    )
+    pulls = np.diff(starts, append=len(order))
+    right = np.add.reduceat(inside.astype(np.int64), starts)
     # `truth` may begin at -1; bincount takes no negative numbers.
     others = np.bincount(truth - truth.min())[truth - truth.min()][client] - 1
     chance, best = pulls * others / (len(truth) - 1), np.minimum(pulls, others)

@@ -232,6 +232,7 @@ def _build_pair(
     found = mean_difference(means[has], overlap=overlap)
     mean, gained, lost = _finite_or_none(found.mean), None, None
     if mean is not None:
+        # Over the clients of all seeds together.
         total = counts[has].sum()
         gained, lost = (float(part[has].sum() / total) for part in wins)
     pair = Pair(
@@ -365,16 +366,16 @@ def find_leaders(
     Returns:
         Labels; a single one is established as the best.
     """
-    ranked = {
-        row["label"]: metric.sign * row["mean"]
-        for row in rows
-        if (row["metric"], row["cluster"]) == (metric.name, cluster)
-        and not _describe_needs(row)
-        and row["mean"] is not None
-        and math.isfinite(row["mean"])
-    }
+    ranked = {}
+    for row in rows:
+        if (row["metric"], row["cluster"]) != (metric.name, cluster) or _describe_needs(row):
+            continue
+        # Of a method that diverged it is not known where it stands.
+        if row["mean"] is not None and math.isfinite(row["mean"]):
+            ranked[row["label"]] = metric.sign * row["mean"]
     if not metric.sign or len(ranked) < 2:
         return []
+    # Equal means stay in the order of the rows.
     best, *others = sorted(ranked, key=lambda label: -ranked[label])
     with_best: dict[str, Pair] = {}
     for pair in pairs:

@@ -1,6 +1,7 @@
 """Which stored runs of a study are compared: the seeds that all its methods finished."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def list_run_statuses(
     statuses = {(run.label, run.seed): _find_run_status(run) for run in runs}
     for problem in problems:
         statuses[problem.label, problem.seed] = problem.status
-    planned = [key for folder in folders for key in find_planned_runs(Path(folder))]
+    planned = list(chain.from_iterable(find_planned_runs(Path(folder)) for folder in folders))
     # Methods stand in the order of the study, and unplanned ones after them.
     labels = list(dict.fromkeys(label for label, _ in (*planned, *statuses)))
     for label, seed in planned:

@@ -103,19 +103,17 @@ class StoredRun:
         first = self.metrics.drop_duplicates("client")
         return pd.Series(first["cluster"].to_numpy(), index=first["client"].to_numpy()).sort_index()
 
+    @property
+    def known_clusters(self) -> set[int]:
+        """The planted clusters that occur, without the unknown one."""
+        return {int(cluster) for cluster in self.client_clusters.unique() if cluster >= 0}
+
     @cached_property
     def population(self) -> int:
         """The number of clients that the tables name, hosted or read by a node."""
-        read = [self.edges[name].to_numpy(np.int64) for name in ("reader", "read")]
-        return (
-            # Clients of other nodes have no metrics here, but may stand in the edges.
-            max(
-                int(ids.max())
-                for ids in (self.client_clusters.index.to_numpy(np.int64), *read)
-                if len(ids)
-            )
-            + 1
-        )
+        # Clients of other nodes have no metrics here, but may stand in the edges.
+        columns = [self.client_clusters.index, self.edges["reader"], self.edges["read"]]
+        return max(int(ids.to_numpy(np.int64).max()) for ids in columns if len(ids)) + 1
 
     @cached_property
     def planted_clusters(self) -> Int[np.ndarray, " population"]:
@@ -154,12 +152,12 @@ class StoredRun:
     def result_metrics(self) -> list[str]:
         """The metrics of its result: of the final test, and reported as results."""
         rounds = self.metrics.loc[(self.metrics["split"] == "train").to_numpy(), "metric"].unique()
-        reported = [
-            str(name)
-            for name in rounds
-            if self.known_metrics.get(name, metrics.LABEL).shown in ("result", "further")
-        ]
-        return list(dict.fromkeys([*map(str, self.final_rows["metric"]), *reported]))
+        names = list(map(str, self.final_rows["metric"]))
+        for name in rounds:
+            # A metric that is not known here is shown no more than labels are.
+            if self.known_metrics.get(name, metrics.LABEL).shown in ("result", "further"):
+                names.append(str(name))
+        return list(dict.fromkeys(names))
 
     def final_values(self, metric: str) -> pd.Series:
         """Return the final test value of a metric per client; else its last report."""
@@ -168,6 +166,7 @@ class StoredRun:
             rows = rows.loc[(rows["metric"] == metric).to_numpy()]
             if rows.empty and not self.known_metrics[metric].on_samples:
                 reported = (self.metrics["split"] == "train") & (self.metrics["metric"] == metric)
+                # The table is in the order of rounds: the last row is the last report.
                 rows = self.metrics.loc[reported.to_numpy()].drop_duplicates("client", keep="last")
             values = pd.Series(rows["value"].to_numpy(float), index=rows["client"].to_numpy())
             self._final_value_cache[metric] = values.sort_index()
@@ -292,10 +291,10 @@ def _are_parts_of_one_run(a: StoredRun, b: StoredRun) -> bool:
 def _join_two_runs(a: StoredRun, b: StoredRun) -> StoredRun:
     """Join two parts of a run: nodes work at the same time, so the longer duration counts."""
     first, second = (run.provenance.get("timing") or {} for run in (a, b))
+    timing = {}
     # Training adds up over the nodes.
-    timing = {
-        name: first.get(name, 0) + second.get(name, 0) for name in ("train_s", "train_samples")
-    }
+    for name in ("train_s", "train_samples"):
+        timing[name] = first.get(name, 0) + second.get(name, 0)
     timing["wall_s"] = max(first.get("wall_s", 0.0), second.get("wall_s", 0.0))
     done = all(run.provenance.get("done") for run in (a, b))
     provenance = {**a.provenance, "done": done, "timing": timing}
@@ -358,7 +357,7 @@ def find_planned_runs(folder: Path) -> list[tuple[str, int]]:
         text = load_study_text(place, CONFIG)
         try:
             content = parse_toml(text)
-        except ValueError:
+        except ValueError:  # damaged: what was planned is not known
             continue
         if not content:
             continue
@@ -426,12 +425,16 @@ def main_metric(runs: Sequence[StoredRun]) -> str:
     if validated:
         without = {name for name in names if not metrics.REGISTRY[name].on_samples}
         names &= validated | without
+    # Sorted: the first one counts where none is a usual main metric.
     return metrics.REGISTRY.choose_main([*sorted(names - {metrics.MSE.name}), metrics.LOSS.name])
 
 
 def collect_metrics(runs: Iterable[StoredRun]) -> Metrics:
     """Return the built-in metrics, and the metrics that the methods of some runs declared."""
-    return Metrics({name: one for run in runs for name, one in run.known_metrics.items()})
+    known = {}
+    for run in runs:
+        known |= run.known_metrics
+    return Metrics(known)
 
 
 def load_federation_description(folder: str | Path) -> dict[str, Any]:
@@ -520,4 +523,4 @@ def compute_test_curve(table: pd.DataFrame, metric: str) -> tuple[list[int], lis
     rows = table.loc[wanted.to_numpy()]
     means = rows.groupby("round")["value"].mean()
     means[rows.loc[find_diverged(table)[wanted.to_numpy()], "round"].unique()] = math.nan
-    return [int(index) for index in means.index], [float(value) for value in means.to_numpy()]
+    return means.index.tolist(), means.to_numpy(float).tolist()

@@ -86,7 +86,7 @@ def summarize_runs(
             home = home.parent.parent
     planted = set()
     for run in runs:
-        planted |= {int(cluster) for cluster in run.client_clusters.unique() if cluster >= 0}
+        planted |= run.known_clusters
     names = load_cluster_names(home, planted)
     chosen = select_compared_runs(runs, problems, seeds)
     compared = compare_methods(chosen, names)
@@ -312,6 +312,7 @@ def compute_time_to_accuracy(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
         that accuracy, mean over the seeds in which it got there) and `reason` (why the ratio is
         NaN).
     """
+    # Times are compared within a seed: methods then have the same clients and first models.
     bases: dict[tuple[str, int], StoredRun] = {(run.method_kind, run.seed): run for run in runs}
     found: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
     for run in runs:
@@ -356,11 +357,13 @@ def summarize_new_clients(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
             own = _select_newcomers(run.metrics).reset_index(drop=True)
             lost = find_diverged(own)
             received = (own["model"] == newcomers.RECEIVED).to_numpy()
+            # Whichever of its models a client kept after it trained, it counts as joined.
             model = own["model"].astype(str).where(received, "joined")
             for key, table in own.groupby([own["metric"].astype(str), model], sort=False):
                 # A newcomer's model that diverged leaves the mean undefined, as among the others.
-                values = table["value"].to_numpy(float)
-                mean = math.nan if bool(lost[table.index].any()) else float(np.nanmean(values))
+                mean = math.nan
+                if not lost[table.index].any():
+                    mean = float(np.nanmean(table["value"].to_numpy(float)))
                 found.setdefault(key, []).append(mean)  # type: ignore[arg-type]
         config = group[0].config
         clients = len(_select_newcomers(group[0].metrics)["client"].unique())
