@@ -41,6 +41,11 @@ def shorten_text(text: str, most: int = 24) -> str:
     return line if len(line) <= most else line[: most - 1].rstrip() + "…"
 
 
+def shorten_error(error: BaseException, most: int = 200) -> str:
+    """Return the beginning of an error's message on one line; its class where it has none."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def to_one_line(text: str) -> str:
     """Return a text without line breaks and other control characters, which terminals interpret."""
     # Cc is Unicode's category of control characters, escape and line breaks among them.

@@ -56,6 +56,7 @@ def collect_facts() -> dict[str, str]:
         found["vectors"] = torch.backends.cpu.get_cpu_capability()
         cards = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
         found["gpus"] = ", ".join(f"{cards.count(card)} x {card}" for card in sorted({*cards}))
+    # In the order in which the compiled engine looks for one; see `engine.native.compiler`.
     compilers = (
         shutil.which(name) for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name
     )

@@ -156,7 +156,7 @@ class BlockActors:
 
     def __init__(self, hosts: Sequence[Any], fewer: Callable[[], bool]) -> None:
         self.hosts, self._fewer, self._said = hosts, fewer, set[str]()
-        # the driver has warned already
+        # The driver has warned already.
         self.wait_for([host.meet.remote(list(hosts)) for host in hosts], show=False)
         self._fewer = lambda: False  # all blocks run now: Ray raises an error when one dies
 

@@ -7,6 +7,7 @@ process.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from jaxtyping import Int
@@ -84,11 +85,10 @@ class BlockRecord(Record):
 
     def add_undefined(self, ids: Int[Tensor, " clients"], values: Mapping[str, Tensor]) -> None:
         """Store which clients have no value of a metric."""
-        values = {
-            name: value.cpu().isnan() for name, value in values.items() if bool(value.isnan().any())
-        }
-        if values:
-            self._entries.append(RecordCall("undefined", 0, ids=ids, values=values))
+        missing = {name: value.cpu().isnan() for name, value in values.items()}
+        missing = {name: lost for name, lost in missing.items() if bool(lost.any())}
+        if missing:
+            self._entries.append(RecordCall("undefined", 0, ids=ids, values=missing))
 
     def take_calls(self) -> list[RecordCall]:
         """Return the calls since the last time, and forget them."""
@@ -118,21 +118,17 @@ def merge_calls(blocks: Sequence[Sequence[RecordCall]]) -> list[RecordCall]:
                 f"the blocks of a population report {heads} in different orders; expected the "
                 "same one"
             )
-        out.append(
-            _merge_call(
-                [entries.pop(0) for entries in left if entries and entries[0].call_key == key]
-            )
-        )
+        same = [entries.pop(0) for entries in left if entries and entries[0].call_key == key]
+        out.append(_merge_call(same))
     return out
 
 
 def _merge_call(entries: Sequence[RecordCall]) -> RecordCall:
     first = entries[0]
-    names = dict.fromkeys(name for entry in entries for name in entry.values)
-    values = {
-        name: _concatenate_rows(name, [entry.values.get(name) for entry in entries], entries)
-        for name in names
-    }
+    values = {}
+    for name in dict.fromkeys(chain.from_iterable(entry.values for entry in entries)):
+        parts = [entry.values.get(name) for entry in entries]
+        values[name] = _concatenate_rows(name, parts, entries)
     return RecordCall(
         first.kind,
         first.round,

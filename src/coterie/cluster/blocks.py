@@ -167,9 +167,8 @@ class BlockLoop(Loop):
     def final_results(self) -> tuple[Tensor | None, Mapping[str, Tensor]]:
         """Return the found clusters, where known, and the metrics of the final test."""
         label, tested = self._final
-        return None if label is None else label.cpu(), {
-            name: value.cpu() for name, value in tested.items()
-        }
+        tested = {name: value.cpu() for name, value in tested.items()}
+        return None if label is None else label.cpu(), tested
 
 
 class Block:
@@ -183,7 +182,7 @@ class Block:
     def __init__(self, given: BlockSpec, links: BlockLinks) -> None:
         self.loop, self.links = BlockLoop(given, links), links
         # Samples, seconds and bytes up to the last report: a report has the differences.
-        self._told = (0, 0.0, 0)
+        self._reported = (0, 0.0, 0)
 
     def run_round(self, index: int) -> RoundReport:
         """Run the warm-up or a round."""
@@ -193,8 +192,8 @@ class Block:
         return self._make_report()
 
     def _make_report(self) -> RoundReport:
-        loop, before = self.loop, self._told
-        self._told = now = loop.train_samples, loop.task.trainer.totals.seconds, self.links.sent
+        loop, before = self.loop, self._reported
+        self._reported = now = loop.train_samples, loop.task.trainer.totals.seconds, self.links.sent
         samples, seconds, sent = now[0] - before[0], now[1] - before[1], now[2] - before[2]
         return RoundReport(
             loop.recorder.take_calls(), samples, seconds, bool(loop.tracker.stopped.all()), sent
@@ -237,11 +236,12 @@ class Block:
 
 
 def _move_state(state: State, device: str) -> State:
-    memory, shared, moments = (
-        map_tensors(part, lambda t: t.to(device))
-        for part in (state.memory, state.shared, state.moments)
+    def move(part: Any) -> Any:
+        return map_tensors(part, lambda t: t.to(device))
+
+    return State(
+        state.params.to(device), move(state.memory), move(state.shared), move(state.moments)
     )
-    return State(state.params.to(device), memory, shared, moments)
 
 
 # ---------------------------------------------------------------- where blocks are
@@ -301,10 +301,8 @@ class ThreadBlocks:
         errors = [error for one in futures if (error := one.exception()) is not None]
         if errors:
             # BlockInterrupted is a consequence of another error, so it is raised only where it is
-            # alone.
-            raise next(
-                (error for error in errors if not isinstance(error, BlockInterrupted)), errors[0]
-            )
+            # alone: False comes before True.
+            raise min(errors, key=lambda error: isinstance(error, BlockInterrupted))
         return [one.result() for one in futures]
 
     def close(self) -> None:
@@ -432,14 +430,9 @@ class DriverLoop(Loop):
                     self.validation = dict(entry.values)
                 if entry.split == "train":
                     seen = self.select_counted(entry.ids)
-                    kept = {
-                        name: value[seen]
-                        for name, value in entry.values.items()
-                        if name in self.recorded_metrics
-                    }
-                    self.mean_reports |= {
-                        name: float(value.double().nanmean()) for name, value in kept.items()
-                    }
+                    for name, value in entry.values.items():
+                        if name in self.recorded_metrics:
+                            self.mean_reports[name] = float(value[seen].double().nanmean())
                     if metrics.DIVERGED.name in entry.values:
                         self._note_diverged(entry.ids)
             elif entry.kind == "drop":
@@ -447,19 +440,13 @@ class DriverLoop(Loop):
             elif entry.kind == "edges":
                 self.record.add_edges(entry.round, entry.ids, entry.values)
             else:
-                number = len(self.task)
-                gaps = {
-                    name: torch.isin(self.task.ids, entry.ids[lost])
-                    for name, lost in entry.values.items()
-                }
-                # `_note_undefined` looks for NaN, so the flags become values that are NaN exactly
-                # there.
-                self._note_undefined(
-                    {
-                        n: torch.zeros(number).masked_fill(lost, torch.nan)
-                        for n, lost in gaps.items()
-                    }
-                )
+                values = {}
+                for name, lost in entry.values.items():
+                    gaps = torch.isin(self.task.ids, entry.ids[lost])
+                    # `_note_undefined` looks for NaN, so the flags become values that are NaN
+                    # exactly there.
+                    values[name] = torch.zeros(len(self.task)).masked_fill(gaps, torch.nan)
+                self._note_undefined(values)
         self.train_samples += sum(one.samples for one in found)
         self._train_seconds += max(one.seconds for one in found)
         self._all_stopped = all(one.stopped for one in found)
@@ -488,14 +475,10 @@ class DriverLoop(Loop):
             parts = [one.extensions[extension.name] for one in found]
             extension.state = _concatenate_fields(parts)
         self.tracker = _concatenate_fields([one.tracker for one in found])
-        self.validation = {
-            name: torch.cat([one.validation[name] for one in found]) for name in found[0].validation
-        }
+        self.validation = _concatenate_tables([one.validation for one in found])
         # Blocks whose clients used no privacy have no table.
-        spent = [one.spent for one in found if one.spent]
-        self.task.trainer.totals.privacy.restore(
-            {n: torch.cat([one[n] for one in spent]) for n in spent[0]} if spent else {}
-        )
+        spent = _concatenate_tables([one.spent for one in found if one.spent])
+        self.task.trainer.totals.privacy.restore(spent)
         self.stored_exchange.restore(merge_snapshots([one.exchange for one in found]))
         self._gathered = True
 
@@ -530,7 +513,7 @@ class DriverLoop(Loop):
         )
         self._merge_reports([one.last for one in found])
         labels = [one.label for one in found if one.label is not None]
-        tested = {name: torch.cat([one.tested[name] for one in found]) for name in found[0].tested}
+        tested = _concatenate_tables([one.tested for one in found])
         outcome = self._compute_run_metrics(torch.cat(labels) if labels else None, tested)
         model = "best" if self.settings.evaluate == "best_val" else "current"
         self.record.add_metrics(last, self.task.ids[self.counted], "test", model, outcome)
@@ -543,14 +526,20 @@ def _select_rows(rows: Tensor, value: Tensor) -> Tensor:
     return value[rows] if len(value) else value
 
 
+def _concatenate_tables(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the tables of several blocks as one, by name; empty where no block has any."""
+    names = parts[0] if parts else ()
+    return {name: torch.cat([part[name] for part in parts]) for name in names}
+
+
 def _concatenate_fields(parts: Sequence[Any]) -> Any:
     """Return the dataclasses of several blocks as one; None where they have none."""
     if parts[0] is None:
         return None
-    names = [one.name for one in dataclasses.fields(parts[0])]
-    return replace(
-        parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-    )
+    joined = {}
+    for one in dataclasses.fields(parts[0]):
+        joined[one.name] = torch.cat([getattr(part, one.name) for part in parts])
+    return replace(parts[0], **joined)
 
 
 # ---------------------------------------------------------------- the run
@@ -680,7 +669,7 @@ def simulate_in_blocks(
                 )  # fmt: skip
         except BlockDied as died:
             done = None if where is None else checkpoint.count_stored_rounds(where)
-            # not counted: each time there is one machine less, so it ends
+            # A lost machine is not counted: each time there is one less, so it ends.
             if not isinstance(died, MachineGone):
                 failed.append(done)
             # Three failures at one checkpoint are no accident of a machine: the run cannot get

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from coterie._util.names import shorten_error
 from coterie._util.origin import PACKAGE
 from coterie.cluster import _facts
 from coterie.errors import ConfigError
@@ -30,8 +31,8 @@ NAMES = {
     "gpus": "GPUs",
 }
 """The facts that are compared, and their names in messages."""
-# for the machines to answer: the first import of torch from a network file system takes minutes
 _SECONDS = 300.0
+"""For machines to answer: the first import of torch from a network file system takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,9 @@ def look_at_machines() -> list[Machine]:
         try:
             found.append(Machine(name, ray.get(answer, timeout=1)))
         except Exception as error:  # of Ray, or of its worker
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise ConfigError(
-                f"{name}, a machine of the cluster, does not answer as it should: {reason}"
+                f"{name}, a machine of the cluster, does not answer as it should: "
+                f"{shorten_error(error)}"
             ) from error
     return found
 
@@ -124,11 +125,11 @@ def describe_differences(
                 others.setdefault(one.facts.get(key, ""), []).append(one.name)
         for value, names in others.items():
             names = list(dict.fromkeys(names))
-            listed = names if len(names) <= 4 else [*names[:3], f"{len(names) - 3} more"]
-            who = (
-                " and ".join([", ".join(listed[:-1]), listed[-1]]) if len(listed) > 1 else listed[0]
-            )
-            has = "has" if len(names) == 1 else "have"
+            if len(names) > 4:
+                names = [*names[:3], f"{len(names) - 3} more"]
+            *first, last = names
+            who = f"{', '.join(first)} and {last}" if first else last
+            has = "have" if first else "has"
             out.append(
                 f"{NAMES[key]}: {who} {has} {value or 'none'}, this machine has "
                 f"{own.facts.get(key) or 'none'}"

@@ -187,7 +187,7 @@ class BlockExchange:
         self.population = len(owner)
         self.own = InMemory(ids, self.population)
         self._round, self._number, self._gathers = -1, 0, 0
-        # by exchange: how many rows of the last board belong to clients that have not stopped
+        # By exchange: how many rows of the last board belong to clients that have not stopped.
         self._taking: dict[int, int] = {}
 
     def begin_round(self, rng: Rng) -> None:
@@ -219,9 +219,8 @@ class BlockExchange:
             last = self.own.last.get(self._number)
             # An empty message with the fields of the last one: the board then has the stopped
             # clients alone.
-            self._exchange_messages(
-                None if last is None else self._make_board(last.take_rows(empty)), empty
-            )
+            board = None if last is None else self._make_board(last.take_rows(empty))
+            self._exchange_messages(board, empty)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish, and read the chosen peers in any block; see `Exchange.pull`."""
@@ -275,13 +274,12 @@ class BlockExchange:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore this block's part of a snapshot of the whole population."""
         here = self.owner == self.links.number
-        self.own.restore(
-            {
-                k: v
-                for k, v in tensors.items()
-                if k.startswith("stopped.") and here[int(k.split(".")[1])]
-            }
-        )
+        stopped = {}
+        for name, value in tensors.items():
+            # The second part of such a name is the client.
+            if name.startswith("stopped.") and here[int(name.split(".")[1])]:
+                stopped[name] = value
+        self.own.restore(stopped)
         for number, board in messages_from_tensors("last", tensors).items():
             assert board.ids is not None
             # A board lists active clients in ascending ids, then stopped ones in ascending ids, so
@@ -317,18 +315,17 @@ class BlockExchange:
 
 def merge_snapshots(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the snapshot of the whole population's `InMemory`, from those of its blocks."""
-    out = {
-        name: value
-        for part in parts
-        for name, value in part.items()
-        if not name.startswith(("last.", "taking."))
-    }
+    out: dict[str, Tensor] = {}
+    for part in parts:
+        for name, value in part.items():
+            if not name.startswith(("last.", "taking.")):
+                out[name] = value
     # As in `InMemory`, boards of past rounds matter only where stopped clients repeat their
     # messages.
     if not any(name.startswith("stopped.") for name in out):
         return out
     boards = [messages_from_tensors("last", part) for part in parts]
-    for number in sorted({number for one in boards for number in one}):
+    for number in sorted(set[int]().union(*boards)):
         # All active rows first, then all stopped ones: the order of a board in one process.
         taking, gone = list[Message](), list[Message]()
         for part, own in zip(parts, boards, strict=True):

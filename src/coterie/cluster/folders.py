@@ -16,7 +16,9 @@ from coterie.runtime import checkpoint
 
 _TEMPORARY = "coterie-worker-"
 _YOUNG = 60.0  # seconds in which a new folder may not be claimed yet
-_FIRST, _LAST = (CONFIG, checkpoint.FILE), (METRICS, EDGES, PROVENANCE)
+# Configuration and checkpoint come first and provenance last, so that a copy that breaks off looks
+# unfinished, not complete. Other files are in between.
+_RANKS = {CONFIG: 0, checkpoint.FILE: 0, METRICS: 2, EDGES: 3, PROVENANCE: 4}
 
 
 @dataclass(frozen=True)
@@ -62,19 +64,12 @@ def collect_update(folder: Path, known: Mapping[str, str]) -> tuple[FolderUpdate
     # A new checkpoint renames the one before, which the receiver has under the old name: it
     # renames its own copy too, and those bytes do not travel again.
     rotated = before in changed and now[before] == known.get(newest) and newest in changed
-    # Configuration and checkpoint come first and provenance last, so that a copy that breaks off
-    # looks unfinished, not complete.
-    order = [name for name in changed if not (rotated and name == before)]
-    order.sort(
-        key=lambda name: (
-            name not in _FIRST,
-            name in _LAST,
-            (_FIRST + _LAST).index(name) if name in _LAST else 0,
-        )
-    )
-    return FolderUpdate(
-        {name: (folder / name).read_bytes() for name in order}, {newest: before} if rotated else {}
-    ), now
+    renamed: dict[str, str] = {}
+    if rotated:
+        renamed[newest] = before
+        changed.remove(before)
+    changed.sort(key=lambda name: _RANKS.get(name, 1))
+    return FolderUpdate({name: (folder / name).read_bytes() for name in changed}, renamed), now
 
 
 def apply_update(parcel: FolderUpdate, folder: Path) -> None:

@@ -78,7 +78,7 @@ def unpack(packed: Packed) -> Any:
 def _fits_numpy(tensor: torch.Tensor) -> bool:
     """Whether numpy can hold a tensor in place."""
     # numpy has no bfloat16, and no lazy conjugation or negation.
-    known = tensor.dtype not in (torch.bfloat16,) and not (tensor.is_conj() or tensor.is_neg())
+    known = tensor.dtype != torch.bfloat16 and not (tensor.is_conj() or tensor.is_neg())
     return (
         known
         and tensor.device.type == "cpu"
@@ -89,9 +89,8 @@ def _fits_numpy(tensor: torch.Tensor) -> bool:
 
 def _make_tensor(array: np.ndarray) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch warns that the array cannot be written to, which no code here does
+        # torch warns that the array cannot be written to, which no code here does.
+        warnings.simplefilter("ignore")
         return torch.from_numpy(array)
 
 

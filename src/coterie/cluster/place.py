@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coterie._util import extras
+from coterie._util.names import shorten_error
 from coterie.errors import ConfigError
 
 Kind = Literal["local", "ray", "slurm"]
@@ -112,7 +113,7 @@ def connect_ray(place: Place, **started: Any) -> Iterator[None]:
             f"--on is {place}; expected a place of Ray: ray:auto, ray:HOST:PORT or ray://HOST:PORT"
         )
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray starts
-    # workers use their own environment as it is
+    # Workers use their own environment as it is.
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     import ray
     from ray.exceptions import RayError
@@ -124,36 +125,28 @@ def connect_ray(place: Place, **started: Any) -> Iterator[None]:
     logging.getLogger("ray").setLevel(logging.ERROR)
     _check_reachable(place)
     if place.address == "local":
-        # without a writable home, Ray leaves no token either
+        # Without a writable home, Ray leaves no token either.
         with suppress(OSError, RuntimeError):
-            # Ray would make this folder readable for all, and puts a token there
+            # Ray would make this folder readable for all, and puts a token there.
             (Path.home() / ".ray").mkdir(mode=0o700, exist_ok=True)
     # The loopback address: a Ray for one command is not reachable from the network.
-    own: dict[str, Any] = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", **started}
+    own: dict[str, Any] = {}
+    if place.address == "local":
+        own = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", **started}
     try:
-        ray.init(
-            address=place.address,
-            log_to_driver=False,
-            configure_logging=False,
-            **(own if place.address == "local" else {}),
-        )
+        ray.init(address=place.address, log_to_driver=False, configure_logging=False, **own)
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, RayError) as error:
         raise ConfigError(
-            f"--on {place}: no Ray answers there ({_shorten_error(error)}); {_advise_on_token()}"
+            f"--on {place}: no Ray answers there ({shorten_error(error)}); {_advise_on_token()}"
         ) from None
     except ImportError as error:  # of a package that only Ray's client needs
         raise ConfigError(
-            f"--on {place}: {_shorten_error(error)}; {extras.install_command('cluster')}"
+            f"--on {place}: {shorten_error(error)}; {extras.install_command('cluster')}"
         ) from None
     try:
         yield
     finally:
         ray.shutdown()
-
-
-def _shorten_error(error: Exception) -> str:
-    """Return the beginning of an error's message, in one line."""
-    return " ".join(str(error).split())[:200]
 
 
 def _advise_on_token() -> str:

@@ -20,11 +20,13 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from coterie._util import manifest
 from coterie._util.claims import claim_folder
+from coterie._util.names import shorten_error
 from coterie.cluster import doctor, folders, packing, place
 from coterie.cluster.packing import Packed
 from coterie.cluster.place import Place, connect_ray
@@ -103,7 +105,9 @@ def open_ray_runs(
     require(retries >= 0, "retries", retries, "0 or more")
     where = place.parse_place(where) if isinstance(where, str) else where
     with connect_ray(where, **started):
-        if where.address != "local" if check is None else check:
+        if check is None:
+            check = where.address != "local"
+        if check:
             doctor.check_equal_software(doctor.look_at_machines())
         yield RayRuns(cpus, gpus, retries)
 
@@ -231,7 +235,7 @@ class RayRuns(FanOut):
                         raise value
         except (RayError, ConnectionError) as error:
             raise WorkerDied(
-                f"the connection to Ray is lost: {_shorten_error(error)}; resume goes on"
+                f"the connection to Ray is lost: {shorten_error(error)}; resume goes on"
             ) from None
         finally:
             # Tasks end before the claims: no other process may take a folder that a task still
@@ -275,10 +279,11 @@ class RayRuns(FanOut):
         room = have.get("CPU", 0.0) / self.cpus
         if self.gpus:
             cards = have.get("GPU", 0.0)
+            runs = cards / self.gpus
             # A share below 1 must lie on one card, so each card holds a whole number of runs.
-            room = min(
-                room, cards * math.floor(1 / self.gpus) if self.gpus < 1 else cards / self.gpus
-            )
+            if self.gpus < 1:
+                runs = cards * math.floor(1 / self.gpus)
+            room = min(room, runs)
         # At least 1, so that a job is submitted even where there is no room now: Ray lets it wait.
         return max(1, int(room))
 
@@ -295,11 +300,10 @@ def _find_modules(work: Any) -> set[str]:
     from coterie.studies import config
 
     names: set[str] = set()
-    inputs = getattr(work, "inputs", None)
+    holders = work, getattr(work, "inputs", None)
     # A plain function has no attributes of its own.
-    held = [getattr(holder, "__dict__", {}) for holder in (work, inputs)]
-    values = [value for attributes in held for value in attributes.values()]
-    for value in [*values, *getattr(work, "studies", {}).values()]:
+    values = chain.from_iterable(getattr(one, "__dict__", {}).values() for one in holders)
+    for value in (*values, *getattr(work, "studies", {}).values()):
         if isinstance(value, config.StudyConfig):
             names |= packing.find_named_modules(config.make_study_table(value))
         elif callable(value):
@@ -353,13 +357,8 @@ def _put_object(value: Any) -> Any:
         return ray.put(value)
     except (RayError, ConnectionError) as error:
         raise WorkerDied(
-            f"Ray does not take the data of a run: {_shorten_error(error)}; resume goes on"
+            f"Ray does not take the data of a run: {shorten_error(error)}; resume goes on"
         ) from None
-
-
-def _shorten_error(error: BaseException) -> str:
-    """The beginning of what an error says, in one line."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _make_tasks(ray: Any, cpus: float, gpus: float) -> Any:
@@ -439,12 +438,9 @@ class _Relay:
         self._actor = ray.remote(num_cpus=0)(Tasks).remote(cpus, gpus)
 
     def start(self, number: int, *arguments: Any) -> None:
-        # references inside a list are passed on as they are
-        self._ray.get(
-            self._actor.start.remote(
-                number, *([one] if _is_reference(one) else one for one in arguments)
-            )
-        )
+        # Ray replaces a reference by its object, but passes on references inside a list.
+        passed = ([one] if _is_reference(one) else one for one in arguments)
+        self._ray.get(self._actor.start.remote(number, *passed))
 
     def wait(self, seconds: float) -> list[tuple[int, str, Any]]:
         return self._ray.get(self._actor.wait.remote(seconds))

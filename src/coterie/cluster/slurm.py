@@ -23,6 +23,7 @@ from typing import Any
 from coterie._util import origin
 from coterie._util.claims import claim_folder
 from coterie._util.files import write_atomically
+from coterie._util.names import shorten_error
 from coterie.cluster import doctor, turns
 from coterie.cluster.place import Place
 from coterie.engine import use_threads
@@ -143,6 +144,7 @@ class SlurmRuns(FanOut):
                                 f"{asked[number]} failed: {error}; the others go on", stacklevel=2
                             )
                 if handed_in:
+                    # Processes of this machine can be looked at often; Slurm serves many users.
                     time.sleep(0.2 if local else _TURN)
         if failed:
             raise failed[0]
@@ -200,7 +202,7 @@ def run_question(place: Place, question: Callable[[], Any]) -> Any:
     Raises:
         ConfigError: when it fails.
     """
-    # in a folder that all machines see
+    # In the working directory, which all machines see; the system's temporary folder is local.
     folder = Path(tempfile.mkdtemp(dir=Path.cwd(), prefix=".coterie-doctor-"))
     try:
         with (
@@ -318,7 +320,7 @@ def _make_executor(
             )
     # submitit raises NameError for a parameter that it does not know.
     except (RuntimeError, ValueError, NameError) as error:
-        raise ConfigError(f"--on {place}: {' '.join(str(error).split())[:300]}") from error
+        raise ConfigError(f"--on {place}: {shorten_error(error, 300)}") from error
     yield executor
 
 
@@ -400,6 +402,7 @@ def _report_progress(
     if now <= rounds.get(number, 0):
         return
     rounds[number] = now
+    # A study wraps its jobs with their data. What a run has measured is not read here.
     run, nothing = getattr(job, "job", job), float("nan")
     emit(
         Progress(

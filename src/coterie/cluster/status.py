@@ -1,5 +1,6 @@
 """How each run of a study stands now: queued, running, done or failed, and why."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +51,8 @@ def load_statuses(folder: str | Path) -> list[JobStatus]:
     found = []
     for job in plan.list_jobs():
         run = run_folder(plan.folder, job)
-        stood, (word, why) = known.get(job), handed_in.get(run, ("", ""))
+        stood = known.get(job)
+        word, why = handed_in.get(run, ("", ""))
         state, reason = (stood.state, stood.reason) if stood else ("missing", "")
         number, owner = turns.find_holder(run)
         by_job = ""
@@ -95,11 +97,9 @@ def format_statuses(stands: Sequence[JobStatus], width: int = 80) -> list[str]:
         done     DAC: seed 0
         failed   DAC: seed 1 (no memory)
     """
-    counts = {state: sum(one.state == state for one in stands) for state in STATES}
-    out = [
-        f"{len(stands)} runs: "
-        + ", ".join(f"{number} {state}" for state, number in counts.items() if number)
-    ]
+    counts = Counter(one.state for one in stands)
+    listed = [f"{counts[state]} {state}" for state in STATES if counts[state]]
+    out = [f"{len(stands)} runs: {', '.join(listed)}"]
     for state in STATES:
         groups: dict[tuple[str, str], list[int]] = {}
         for one in stands:
@@ -107,9 +107,10 @@ def format_statuses(stands: Sequence[JobStatus], width: int = 80) -> list[str]:
                 label = ", ".join(filter(None, (one.job.label, one.job.point)))
                 groups.setdefault((label, one.reason), []).append(one.job.seed)
         for (label, reason), seeds in groups.items():
-            text = f"{label}: seed{'s' * (len(seeds) > 1)} {format_seed_ranges(seeds)}" + (
-                f" ({reason})" if reason else ""
-            )
+            text = f"{label}: seed{'s' * (len(seeds) > 1)} {format_seed_ranges(seeds)}"
+            if reason:
+                text += f" ({reason})"
+            # The state takes nine letters at the beginning of each line.
             first, *rest = wrap(text, width - 9, break_on_hyphens=False)
             out += [f"{state:<9}{first}", *(f"{'':<9}{line}" for line in rest)]
     return out

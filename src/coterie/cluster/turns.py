@@ -62,7 +62,7 @@ def claim_turn(folder: Path, job: str, over: Callable[[str], bool]) -> Iterator[
     try:
         yield
     finally:
-        # the highest last: a lower one must at no moment seem to have the run
+        # The highest last: a lower one must at no moment seem to have the run.
         for _, path in sorted(_list_turns(folder)):
             path.unlink(missing_ok=True)
 
