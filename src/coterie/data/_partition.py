@@ -234,9 +234,8 @@ def _count_by_flow(
 
 
 def _label_group(request: SampleRequest, present: Int[np.ndarray, " classes"]) -> tuple[int, ...]:
-    return (
-        tuple(range(len(present))) if request.labels is None else tuple(sorted(set(request.labels)))
-    )
+    labels = range(len(present)) if request.labels is None else sorted(set(request.labels))
+    return tuple(labels)
 
 
 def _restrict_to_labels(

@@ -441,8 +441,10 @@ def from_datasets(
     by_client = _list_by_client(list_partitions(datasets))
     x, y, owners = _read_clients(by_client, "dataset", form, split.seed)
     partitions = hasattr(test, "load_partition")
+    # A list is a test set for each client, one dataset that of all.
     if isinstance(test, list | Mapping) or partitions:
         own = _list_by_client(list_partitions(test))
+        # As text: a client may be a number in one table and text in the other.
         if set(map(str, own)) != set(map(str, by_client)):
             missing = sorted(set(map(str, own)) ^ set(map(str, by_client)))
             raise DataError(

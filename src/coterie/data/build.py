@@ -8,8 +8,9 @@ draws come from the run's seed.
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -33,7 +34,6 @@ from coterie.rng import EVERYONE, Rng
 _MAX_PADDING = 32 << 20  # bytes of padding, as much as the block of clients in training takes
 
 Fraction = Annotated[float, Ge(0), Lt(1)]
-T = TypeVar("T")
 Normalize = Literal["half", "standard", "none"]
 
 NUM_CLIENTS = 20
@@ -102,6 +102,7 @@ class DataConfig(Configurable):
 
     def check(self) -> None:
         """Parse the shifts; numbers of validation and test samples need a number for training."""
+        # As tables with every field: studies are stored and compared as tables.
         kept = (shift_to_table(one, f"shift[{i}]") for i, one in enumerate(self.shift))
         object.__setattr__(self, "shift", tuple(kept))
         if self.validation is not None and self.train is None:
@@ -167,6 +168,7 @@ class DataConfig(Configurable):
     def split_shares(self) -> tuple[int | None, tuple[float, float, float]]:
         """Return a client's number of samples (None: all there are), and each split's share."""
         if self.train is None:
+            # The validation fraction is of what is not for testing.
             held_out = self.test_fraction if self.folds is None else 1 / self.folds
             test = held_out if self._holds_out_tests else 0.0
             return None, (
@@ -238,26 +240,22 @@ def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = 
     rng = Rng(seed)
     if isinstance(data.dataset, str) and ":" in data.dataset:
         made = call_dataset_function(data.dataset, data.options, seed)
-        return (
-            _use_unchanged(made, data)
-            if isinstance(made, Federation)
-            else build_from_sources(data, (made,), rng, fold)
-        )
+        if isinstance(made, Federation):
+            return _use_unchanged(made, data)
+        return build_from_sources(data, (made,), rng, fold)
     total, _ = data.split_shares()
     # Only synthetic data are made to this size: 200 samples a client when none is given.
     pool = (data.num_clients or NUM_CLIENTS) * (total or 200)
-    sources = tuple(
-        load_dataset(
-            name,
-            data_dir=data_dir,
-            label=data.label,
-            download=data.download,
-            rng=rng,
-            samples=pool,
-            options=data.options,
-        )
-        for name in data.dataset_names
+    load = partial(
+        load_dataset,
+        data_dir=data_dir,
+        label=data.label,
+        download=data.download,
+        rng=rng,
+        samples=pool,
+        options=data.options,
     )
+    sources = tuple(map(load, data.dataset_names))
     return build_from_sources(data, sources, rng, fold)
 
 
@@ -265,15 +263,13 @@ def _use_unchanged(made: Federation, data: DataConfig) -> Federation:
     """Check a federation that a function returned, which settings of `[data]` do not change."""
     # These three do not change a finished federation; any other setting would be ignored silently.
     plain_one = DataConfig(dataset=data.dataset, options=data.options, fixed_seed=data.fixed_seed)
-    changed = [
-        f.name for f in fields(DataConfig) if getattr(data, f.name) != getattr(plain_one, f.name)
-    ]
-    if changed:
-        raise ConfigError(
-            f"data.{changed[0]} is set, but {data.dataset_names[0]!r} returned a federation, which "
-            "is used as it is; return a "
-            f"coterie.Source to have it divided here, or leave out {changed[0]}"
-        )
+    for item in fields(DataConfig):
+        if getattr(data, item.name) != getattr(plain_one, item.name):
+            raise ConfigError(
+                f"data.{item.name} is set, but {data.dataset_names[0]!r} returned a federation, "
+                "which is used as it is; return a "
+                f"coterie.Source to have it divided here, or leave out {item.name}"
+            )
     return made.validate()
 
 
@@ -311,19 +307,21 @@ def build_from_sources(
             raise DataError(
                 f"{first.name} and {other.name} have other targets or columns; make them alike"
             )
+        # Labels are numbers: in another order one number would mean two classes.
         names = first.class_names, other.class_names
         if names[0] != names[1] and sorted(names[0]) == sorted(names[1]):
             raise DataError(
                 f"{first.name} and {other.name} have the same classes in another order: "
                 f"{', '.join(names[0][:10])}, and {', '.join(names[1][:10])}; number them alike"
             )
-    given = next((source for source in sources if source.validation), None)
-    for name in ("folds", "train", "validation") if given is not None else ():
-        if getattr(data, name) is not None:
+    given = any(source.validation for source in sources)
+    for name in ("folds", "train", "validation"):
+        if given and getattr(data, name) is not None:
             raise ConfigError(
                 f"{name} is {getattr(data, name)}, and {first.name} says which rows are for "
                 f"training, validation and testing; leave out {name} or split_column"
             )
+    # Test samples that name their clients are not shared by the others of a cluster.
     if data.test == "cluster" and first.has_client_tests:
         data = replace(data, test="own")
     if data.folds is not None and data.test != "client" and len(first.test):
@@ -373,6 +371,7 @@ def _plan_clients(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clie
                 f"{sources[0].name} has 0 samples and no client; every client needs data"
             )
     samples, shares = data.split_shares()
+    # One object for all of them: shifts replace clients and change none.
     clients: Clients = (Client(samples, shares),) * number
     settled = False
     for place, shift in enumerate(shifts):
@@ -380,6 +379,7 @@ def _plan_clients(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clie
             # Shifts that choose pools come first: from here on every client knows its pool.
             clients, settled = _settle_sizes(clients, sources), True
 
+        # A default binds the purpose of this shift: the loop goes on to the next one.
         def client_stream(
             client: int, purpose: str = f"data.shift.{place}.{shift.kind}"
         ) -> np.random.Generator:
@@ -395,9 +395,8 @@ def _settle_sizes(clients: Clients, sources: Sequence[Source]) -> Clients:
         return clients
     users = np.bincount([client.recipe.source for client in clients], minlength=len(sources))
     # The smallest pool share, so that all clients are equally large.
-    each = min(
-        len(source.train) // n for source, n in zip(sources, users.tolist(), strict=True) if n
-    )
+    counts = zip(sources, users.tolist(), strict=True)
+    each = min(len(source.train) // count for source, count in counts if count)
     if each < 1:
         total = sum(len(source.train) for source in sources)
         raise DataError(
@@ -507,10 +506,15 @@ def assemble_federation(
             x[used] = first.x[rows]
     recipes = [client.recipe for client in clients]
     inputs = form.read_when_needed(first, numbers_of, recipes) if reads else x
+    # Labels of several datasets may follow one another; the largest end is the number of classes.
     classes = [client.recipe.offset + sources[client.recipe.source].classes for client in clients]
     # Other inputs are normalized already, or not at all.
     mean, std = form.constants[0] if form.dtype == torch.uint8 else ((), ())
     noise = torch.tensor([client.noise_per_access for client in clients], dtype=torch.float64)
+    names = tuple(client.name for client in clients)
+    # Clients have names all together, or they are numbers.
+    if not all(names):
+        names = ()
     return Federation(
         x=inputs,
         y=y,
@@ -527,13 +531,13 @@ def assemble_federation(
         name=" + ".join(source.name for source in sources),
         class_names=_join_class_names(clients, sources),
         noise=noise if noise.any() else None,
-        client_names=tuple(c.name for c in clients) if all(c.name for c in clients) else (),
-        feature_names=_shared_value([source.feature_names for source in sources]),
+        client_names=names,
+        feature_names=_shared_value(sources, "feature_names"),
         parts=sources[0].parts,
         fitted=tuple(fitted),
-        table=_shared_value([source.table for source in sources]),
-        targets=_shared_value([source.targets for source in sources]),
-        notes=_shared_value([source.notes for source in sources]),
+        table=_shared_value(sources, "table"),
+        targets=_shared_value(sources, "targets"),
+        notes=_shared_value(sources, "notes"),
     ).validate()
 
 
@@ -544,9 +548,10 @@ def _is_padding_large(x: Tensor, kept: Sequence[Rows]) -> bool:
     return padded > 2 * used and (padded - used) * x[:1].nbytes > _MAX_PADDING
 
 
-def _shared_value(values: Sequence[tuple[T, ...]]) -> tuple[T, ...]:
-    """Return the value that all datasets have; empty where they differ."""
-    return values[0] if len(set(values)) == 1 else ()
+def _shared_value(sources: Sequence[Source], name: str) -> tuple[Any, ...]:
+    """Return a field of the datasets; empty where they differ in it."""
+    values = {getattr(source, name) for source in sources}
+    return values.pop() if len(values) == 1 else ()
 
 
 def _fit_preparations(
@@ -556,11 +561,13 @@ def _fit_preparations(
     preparation = sources[0].preparation
     if preparation is None:
         return []
-    found = [
-        preparation.fit(sources[client.recipe.source].train.x[torch.from_numpy(own)])
-        for client, own in zip(clients, train, strict=True)
-    ]
-    without = [place for place, one in enumerate(found) if one.empty]
+    found, without = [], []
+    for place, (client, own) in enumerate(zip(clients, train, strict=True)):
+        # Training rows alone: validation and test rows must not decide what models see.
+        x = sources[client.recipe.source].train.x[torch.from_numpy(own)]
+        found.append(preparation.fit(x))
+        if found[-1].empty:
+            without.append(place)
     if without:
         first = without[0]
         who = repr(clients[first].name) if clients[first].name else str(first)
@@ -600,8 +607,10 @@ def _arrange_given(
         source = sources[client.recipe.source]
         chosen = source.train.columns[source.validation].numpy()[own] == 1
         if chosen.all():
-            who = f"client {client.name!r}" if client.name else f"client {row}"
-            raise DataError(f"{who} has no training samples; give it one at least, or leave it out")
+            raise DataError(
+                f"{_describe_client(client, row)} has no training samples; give it one at least, "
+                "or leave it out"
+            )
         arranged.append(np.concatenate([own[~chosen], own[chosen]]))
         cuts.append((int((~chosen).sum()), int(chosen.sum()), 0))
     return arranged, cuts
@@ -620,7 +629,7 @@ def _arrange_folds(
     """
     arranged, cuts = [], []
     for row, (client, own) in enumerate(zip(clients, drawn, strict=True)):
-        who = f"client {client.name!r}" if client.name else f"client {row}"
+        who = _describe_client(client, row)
         if len(own) < folds:
             raise DataError(
                 f"{who} has {len(own)} samples; expected {folds} at least, one for each of the "
@@ -648,6 +657,11 @@ def _arrange_folds(
     return arranged, cuts
 
 
+def _describe_client(client: Client, row: int) -> str:
+    """Return a client as messages name it."""
+    return f"client {client.name!r}" if client.name else f"client {row}"
+
+
 def _allocate_pools(
     clients: Clients,
     requests: Sequence[SampleRequest],
@@ -665,11 +679,10 @@ def _allocate_pools(
         users.setdefault((client.recipe.source, client.group), []).append(row)
     out: list[Rows] = [np.zeros(0, np.int64)] * len(clients)
     members: dict[tuple[int, str], dict[int, Rows]] = {}
-    all_labels = [
+    all_labels = []
+    for source, pool in zip(sources, pools, strict=True):
         # Without classes all samples are of one.
-        pool.y.numpy() if source.classes else np.zeros(len(pool), np.int64)
-        for source, pool in zip(sources, pools, strict=True)
-    ]
+        all_labels.append(pool.y.numpy() if source.classes else np.zeros(len(pool), np.int64))
     for (source, group), rows in users.items():
         pool, labels = pools[source], all_labels[source]
         own = clients[rows[0]].rows
@@ -684,12 +697,14 @@ def _allocate_pools(
             place = members[column].get(group[1], np.zeros(0, np.int64))
             stream = rng.generator(purpose, ids[rows[0]])
         asked = [requests[row] for row in rows]
+        # One client takes all there is: nothing is divided, and the order is that of a division.
         if asked == [SampleRequest(len(place))]:
             out[rows[0]] = place[order_by_class(labels[place], stream)]
             continue
         try:
             parts = allocate_samples(asked, labels[place], stream)
         except DataError as error:
+            # The error of a common pool speaks of all its clients, that of a group of one.
             if group is None:
                 raise
             raise DataError(f"client {clients[rows[0]].name or rows[0]!r}: {error}") from None
@@ -827,11 +842,9 @@ def _apply_transform(
     """Apply a transform and check that it keeps what inputs are."""
     found = transform(x)
     if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype != x.dtype:
-        said = (
-            f"{found.dtype} of shape {tuple(found.shape)}"
-            if isinstance(found, Tensor)
-            else f"{found!r:.60}"
-        )
+        said = f"{found!r:.60}"
+        if isinstance(found, Tensor):
+            said = f"{found.dtype} of shape {tuple(found.shape)}"
         raise DataError(
             f"the transform {transform!r} returned {said}; expected {x.dtype} of shape "
             f"{tuple(x.shape)}"
@@ -858,18 +871,14 @@ class _TestSetMaker:
         if self.fitted:
             own = []
             for row, client in enumerate(self.clients):
-                samples, rows = (
-                    self.sources[client.recipe.source].test,
-                    self._select_rows(client.recipe, limit),
-                )
-                own.append(
-                    self._make_test_set(samples, rows, client.recipe, self._client_name(row), row)
-                )
+                samples = self.sources[client.recipe.source].test
+                rows = self._select_rows(client.recipe, limit)
+                name = self._client_name(row)
+                own.append(self._make_test_set(samples, rows, client.recipe, name, row))
             return tuple(own), torch.arange(len(own))
         # Equal recipes share a test set; sets are in the order of clusters.
-        recipes = list(
-            dict.fromkeys(c.recipe for c in sorted(self.clients, key=lambda c: c.cluster_places))
-        )
+        ordered = sorted(self.clients, key=lambda client: client.cluster_places)
+        recipes = list(dict.fromkeys(client.recipe for client in ordered))
         sets = []
         for place, recipe in enumerate(recipes):
             # Several clusters may have equal recipes: their set has no name of one.
@@ -952,10 +961,8 @@ class _TestSetMaker:
             source = self.sources[client.recipe.source]
             mixture = None
             if source.classes:
-                shares = np.bincount(source.train.y.numpy()[own], minlength=source.classes) / len(
-                    own
-                )
-                mixture = tuple(shares.tolist())
+                counts = np.bincount(source.train.y.numpy()[own], minlength=source.classes)
+                mixture = tuple((counts / len(own)).tolist())
             # test / (own + test) is the fraction.
             wanted = size or max(1, round(len(own) * fraction / (1 - fraction)))
             requests.append(SampleRequest(wanted, client.recipe.labels, mixture))
@@ -967,12 +974,10 @@ class _TestSetMaker:
         parts = _allocate_pools(
             whole, requests, pools, "data.test.pool", self.sources, self.rng, range(len(whole))
         )
-        sets = [
-            self._make_test_set(
-                pools[client.recipe.source], rows, client.recipe, self._client_name(row), row
-            )
-            for row, (client, rows) in enumerate(zip(self.clients, parts, strict=True))
-        ]
+        sets = []
+        for row, (client, rows) in enumerate(zip(self.clients, parts, strict=True)):
+            samples, name = pools[client.recipe.source], self._client_name(row)
+            sets.append(self._make_test_set(samples, rows, client.recipe, name, row))
         return tuple(sets), torch.arange(len(sets))
 
     def _select_rows(
@@ -1015,11 +1020,13 @@ class _TestSetMaker:
         y = self.form.make_targets(
             samples, rows, recipe, lambda: self.rng.generator("data.test.targets", place)
         )
+        # Noise that is fixed is in the inputs already.
         return TestSet(x, y, name, recipe.noise if recipe.redrawn else 0.0)
 
 
 def _group_rows(values: Int[np.ndarray, " samples"]) -> dict[int, Rows]:
     """Return the places of each value, in ascending order."""
+    # A stable sort keeps the places of one value in ascending order.
     order = np.argsort(values, kind="stable")
     found, starts = np.unique(values[order], return_index=True)
     return dict(zip(found.tolist(), np.split(order, starts[1:]), strict=True))
@@ -1042,26 +1049,24 @@ def _build_truth(clients: Clients, form: SampleLayout) -> Truth | None:
     if any(client.group is not None and not client.planted for client in clients):
         return None
     # Clusters of several shifts combine: each combination that occurs is one planted cluster.
-    keys = sorted({client.cluster_places for client in clients})
-
-    def describe_normalization(client: Client) -> str:
-        mean, std = form.constants[client.recipe.source]
-        return f"; normalized with {mean} and {std}" if form.dtype == torch.float16 else ""
-
     names = {client.cluster_places: client.cluster_name for client in clients}
-    return Truth(
-        cluster=torch.tensor([keys.index(client.cluster_places) for client in clients]),
-        names=tuple(names[key] for key in keys),
-        shift=tuple(
-            client.describe_changes() + describe_normalization(client) for client in clients
-        ),
-    )
+    keys = sorted(names)
+    shift = []
+    for client in clients:
+        text = client.describe_changes()
+        # Such images are stored normalized: the fingerprint of the data must have the constants.
+        if form.dtype == torch.float16:
+            mean, std = form.constants[client.recipe.source]
+            text += f"; normalized with {mean} and {std}"
+        shift.append(text)
+    cluster = torch.tensor([keys.index(client.cluster_places) for client in clients])
+    return Truth(cluster, tuple(names[key] for key in keys), tuple(shift))
 
 
 def _join_class_names(clients: Clients, sources: Sequence[Source]) -> tuple[str, ...]:
     """Return the class names, of several datasets one after another; empty when unknown."""
     if all(client.recipe.offset == 0 for client in clients):
-        return _shared_value([source.class_names for source in sources])
+        return _shared_value(sources, "class_names")
     names: list[str] = []
     for source in sources:
         # Names of some datasets only would be taken for those of others.

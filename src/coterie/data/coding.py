@@ -191,6 +191,7 @@ def _place_labels(
                 f"{what} has the label {label}; expected one of {', '.join(names[:20])}: name all "
                 "labels, as they are written, in class_names"
             )
+        # Without any label there is no place: [0] keeps the lookup legal.
         coded.append(np.array(places or [0], np.int64)[index.reshape(-1)])
     return coded
 
@@ -246,6 +247,7 @@ def encode_labels(
 
 
 def _has_text(values: np.ndarray | Tensor) -> bool:
+    # Text of one length, objects, and NumPy's text of any length.
     return isinstance(values, np.ndarray) and values.dtype.kind in "UOT" and values.size > 0
 
 
@@ -327,6 +329,7 @@ def _sort_clients(given: list[Any]) -> tuple[list[Any], Int[np.ndarray, " sample
         if one is None or one != one or not str(one).strip():
             raise DataError(f"clients has no value for sample {place}; fill it, or drop the sample")
         values.append(one)
+        # A subclass of str, such as NumPy's, is text.
         kinds.add(str if isinstance(one, str) else type(one))
     if kinds == {bytes}:
         raise DataError(
@@ -358,6 +361,7 @@ def _warn_about_lookalikes(names: Sequence[str]) -> None:
     """Warn of two clients whose names look the same."""
     seen: dict[str, str] = {}
     for name in names:
+        # NFC joins a letter with an accent that is a character of its own.
         other = seen.setdefault(unicodedata.normalize("NFC", " ".join(name.split())), name)
         if other != name:
             warnings.warn(
@@ -415,7 +419,7 @@ def to_array(value: Any, name: str) -> np.ndarray:
     """Convert a value to an array; objects that are numbers become numbers."""
     try:
         array = np.asarray(value)
-        # numpy writes None and NaN as words
+        # NumPy would make words of None and NaN among words.
         if array.dtype.kind == "U" and isinstance(value, list | tuple):
             array = np.asarray(value, object)
         if (

@@ -89,7 +89,7 @@ def make_synthetic_regression(
 ) -> Source:
     r"""Draw a linear regression problem, $y = \langle x, \theta \rangle + e$.
 
-    It is drawn from the run's seed.     The inputs and the coefficients are uniform in [`low`,
+    It is drawn from the run's seed. The inputs and the coefficients are uniform in [`low`,
     `high`]. The shift "regression-targets" plants clusters with different coefficients.
 
     Args:
@@ -194,7 +194,9 @@ def call_dataset_function(path: str, options: Mapping[str, Any], seed: int) -> S
     function = import_object(path, f"dataset {path!r}")
     require(callable(function), f"dataset {path!r}", function, "a function")
     signature = inspect.signature(function)
-    given = {**({"seed": seed} if "seed" in signature.parameters else {}), **options}
+    given = dict(options)
+    if "seed" in signature.parameters:
+        given.setdefault("seed", seed)
     try:
         # Checked before the call: a TypeError from inside the function is the function's own.
         signature.bind(**given)
@@ -272,14 +274,15 @@ def _resolve_path(path: object, root: str | Path | None, where: str) -> Path:
     """Return a path as given, or relative to the folder of datasets."""
     require(isinstance(path, str | Path), where, path, "a path, as text")
     given = expand_home(str(path))
-    other = None if root is None else expand_home(root) / given
-    if not given.exists() and (other is None or not other.exists()):
-        other_place = "" if root is None else f", and not in {root}"
-        raise DataError(
-            f"{where}: there is no {given} in {Path.cwd()}{other_place}; give a path that leads "
-            "to it from here"
-        )
-    return given if given.exists() or other is None else other
+    if given.exists():
+        return given
+    if root is not None and (expand_home(root) / given).exists():
+        return expand_home(root) / given
+    other_place = "" if root is None else f", and not in {root}"
+    raise DataError(
+        f"{where}: there is no {given} in {Path.cwd()}{other_place}; give a path that leads "
+        "to it from here"
+    )
 
 
 def _missing_dataset_error(name: str, root: Path | None) -> ConfigError | DataError:

@@ -88,6 +88,11 @@ def _iterate_bytes(values: Inputs) -> Iterator[bytes | memoryview]:
         yield rest
 
 
+def _find_first(flags: Shaped[Tensor, "clients *rest"]) -> int:
+    """Return the first row that has a flag."""
+    return int(flags.reshape(len(flags), -1).any(1).nonzero()[0])
+
+
 def _select(values: tuple[T, ...], rows: Int[Tensor, " chosen"]) -> tuple[T, ...]:
     """Return the values of some rows; none where there are none."""
     return tuple(values[row] for row in rows.tolist()) if values else ()
@@ -196,21 +201,20 @@ class Federation(Described):
     @property
     def names_by_id(self) -> dict[int, str]:
         """The name of each client here by its id; empty where clients are numbers."""
-        return (
-            dict(zip(self.ids.tolist(), self.client_names, strict=True))
-            if self.client_names
-            else {}
-        )
+        if not self.client_names:
+            return {}
+        return dict(zip(self.ids.tolist(), self.client_names, strict=True))
 
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title and the main facts, which `print` and notebooks show."""
         clients = len(self) if len(self) == self.population else f"{len(self)} of {self.population}"
         if self.names_by_id:
             clients = f"{clients} ({format_clients(self.names_by_id, self.ids.tolist())})"
-        samples = [
-            f"{split} {format_range(self.count_samples(split).tolist())}" for split in SPLITS
-        ]
+        samples = []
+        for split in SPLITS:
+            samples.append(f"{split} {format_range(self.count_samples(split).tolist())}")
         tests = [len(self.tests[place].x) for place in self.test_of.tolist()]
+        samples.append(f"test {format_range(tests)}")
         shape = " x ".join(map(str, self.features))
         inputs = f"{shape} of {str(self.x.dtype).removeprefix('torch.')}"
         numbers = "numbers (regression)" if self.y.is_floating_point() else "whole numbers"
@@ -218,12 +222,11 @@ class Federation(Described):
         clusters = "unknown"
         if self.truth is not None:
             sizes = torch.bincount(self.truth.cluster, minlength=len(self.truth.names)).tolist()
-            clusters = ", ".join(
-                f"{name} ({size})" for name, size in zip(self.truth.names, sizes, strict=True)
-            )
+            named = zip(self.truth.names, sizes, strict=True)
+            clusters = ", ".join(f"{name} ({size})" for name, size in named)
         return f"Federation {self.name!r}", {
             "clients": clients,
-            "samples of a client": ", ".join([*samples, f"test {format_range(tests)}"]),
+            "samples of a client": ", ".join(samples),
             "inputs": describe_parts(self.parts) if self.parts else inputs,
             "targets": what,
             "planted clusters": clusters,
@@ -237,7 +240,7 @@ class Federation(Described):
     @property
     def outputs(self) -> int:
         """Number of outputs of a model: the classes, or the size of a regression target."""
-        return self.classes if self.classes else max(1, int(torch.tensor(self.y.shape[2:]).prod()))
+        return self.classes or max(1, math.prod(self.y.shape[2:]))
 
     @property
     def nbytes(self) -> int:
@@ -318,6 +321,7 @@ class Federation(Described):
             raise DataError(
                 "the inputs have noise that each client draws again; such data are not pooled"
             )
+        # A mask selects the samples of one client after another, without padding.
         used = self.split >= 0
         return replace(
             self,
@@ -371,6 +375,7 @@ class Federation(Described):
         """Hash the data (`compute_fingerprint`), and all names that results have."""
         columns = [list(astuple(column)) for column in self.table]
         names = [self.client_names, self.class_names, self.feature_names, columns]
+        # Categories may be of types that JSON lacks, such as dates.
         text = json.dumps([self.compute_fingerprint(), names], default=str)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -385,7 +390,7 @@ class Federation(Described):
         # A table was checked when it was read, and would have to be read again.
         x = self.x if isinstance(self.x, Tensor) else self.y.new_zeros(len(self), 0)
         if x.is_floating_point() and not all_finite(x):
-            bad = int((~torch.isfinite(x)).reshape(len(self), -1).any(1).nonzero()[0])
+            bad = _find_first(~torch.isfinite(x))
             raise DataError(
                 f"the inputs of {self._describe_client(bad)} contain NaN or infinity; fill or drop "
                 "them"
@@ -394,7 +399,7 @@ class Federation(Described):
         if self.classes:
             labels = self.y[used]
             if len(labels) and (int(labels.min()) < 0 or int(labels.max()) >= self.classes):
-                bad = int((used & ((self.y < 0) | (self.y >= self.classes))).any(1).nonzero()[0])
+                bad = _find_first(used & ((self.y < 0) | (self.y >= self.classes)))
                 raise DataError(
                     f"labels run from {int(labels.min())} to {int(labels.max())}; expected 0 to "
                     f"{self.classes - 1}: "
@@ -402,15 +407,14 @@ class Federation(Described):
                     f"{self._describe_client(bad)})"
                 )
         elif not all_finite(self.y):
-            bad = int((~torch.isfinite(self.y)).reshape(len(self), -1).any(1).nonzero()[0])
+            bad = _find_first(~torch.isfinite(self.y))
             raise DataError(
                 f"the targets contain NaN or infinity (first of {self._describe_client(bad)}); "
                 "drop those samples"
             )
-        levels = [
-            *([] if self.noise is None else self.noise.tolist()),
-            *(test.noise for test in self.tests),
-        ]
+        levels = [test.noise for test in self.tests]
+        if self.noise is not None:
+            levels += self.noise.tolist()
         if not all(0 <= level < float("inf") for level in levels):
             raise DataError(
                 f"noise from {min(levels)} to {max(levels)}; expected finite numbers, not negative"
@@ -431,7 +435,7 @@ class Federation(Described):
         """Check that all or none have names, and that names of clients are distinct text."""
         for names, many, what in (
             (self.client_names, len(self), "clients"),
-            (self.feature_names, int(torch.tensor(self.features).prod()), "entries of an input"),
+            (self.feature_names, math.prod(self.features), "entries of an input"),
         ):
             if len(names) not in (0, many):
                 raise DataError(
@@ -475,7 +479,7 @@ class Federation(Described):
         if self.truth is not None:
             truth = {"names": self.truth.names, "shift": self.truth.shift}
         # safetensors stores tensors and texts only: everything else becomes one JSON text.
-        meta = {
+        meta: dict[str, Any] = {
             "population": self.population,
             "classes": self.classes,
             "mean": self.mean,
@@ -485,18 +489,22 @@ class Federation(Described):
             "client_names": self.client_names,
             "feature_names": self.feature_names,
             "parts": [list(astuple(part)) for part in self.parts],
-            **({"table": [list(astuple(column)) for column in self.table]} if self.table else {}),
-            **({"targets": self.targets, "notes": self.notes} if self.targets else {}),
+        }
+        # Only data of a table have these: files of other data keep their bytes.
+        if self.table:
+            meta["table"] = [list(astuple(column)) for column in self.table]
+        if self.targets:
+            meta |= {"targets": self.targets, "notes": self.notes}
+        meta |= {
             "tests": [test.name for test in self.tests],
             "test_noise": [test.noise for test in self.tests],
             "truth": truth,
         }
         path = prepare_file(path)
         # safetensors refuses tensors that share memory, such as views.
-        contiguous = {
-            name: tensor.clone(memory_format=torch.contiguous_format)
-            for name, tensor in tensors.items()
-        }
+        contiguous = {}
+        for name, tensor in tensors.items():
+            contiguous[name] = tensor.clone(memory_format=torch.contiguous_format)
         with replace_atomically(path) as temporary:
             save_file(contiguous, temporary, metadata={"coterie": json.dumps(meta)})
 
@@ -524,15 +532,15 @@ class Federation(Described):
             )
         # In a file without this field no test set has noise.
         noises = meta.get("test_noise", [0.0] * len(meta["tests"]))
-        tests = tuple(
-            TestSet(tensors[f"tests.{i}.x"], tensors[f"tests.{i}.y"], name, noise)
-            for i, (name, noise) in enumerate(zip(meta["tests"], noises, strict=True))
-        )
+        tests = []
+        for i, (name, noise) in enumerate(zip(meta["tests"], noises, strict=True)):
+            x, y = tensors[f"tests.{i}.x"], tensors[f"tests.{i}.y"]
+            tests.append(TestSet(x, y, name, noise))
         return Federation(
             x=tensors["x"],
             y=tensors["y"],
             split=tensors["split"],
-            tests=tests,
+            tests=tuple(tests),
             test_of=tensors["test_of"],
             ids=tensors["ids"],
             population=meta["population"],

@@ -17,6 +17,7 @@ from coterie._util.settings import Configurable, PositiveInt
 from coterie.data.source import Source
 from coterie.errors import ConfigError, DataError
 
+# Pillow's modes: gray with and without transparency, and numbers of 32 bits or 16 ("I;16").
 _GRAY, _DEEP = ("1", "L", "LA"), ("I", "F")
 
 
@@ -85,6 +86,7 @@ def load_image_folder(
         transform = import_object(settings.transform, f"transform {settings.transform!r}")
     folder, places = _list_classes(path)
     held, test_places = (folder, []) if test is None else _list_classes(test)
+    # A class may have pictures for testing alone.
     found = {label.name for _, label in (*places, *test_places)}
     classes = tuple(settings.class_names) or tuple(sorted(found))
 
@@ -199,10 +201,11 @@ def _load_picture(
 
 def _stack_inputs(inputs: Sequence[Tensor | np.ndarray], folder: Path) -> Tensor:
     """Stack all inputs; gray pictures among colored ones get three equal channels."""
-    tensors = [
-        one if isinstance(one, Tensor) else torch.from_numpy(np.ascontiguousarray(one))
-        for one in inputs
-    ]
+    tensors = []
+    for one in inputs:
+        if not isinstance(one, Tensor):
+            one = torch.from_numpy(np.ascontiguousarray(one))
+        tensors.append(one)
     # Gray pictures have two axes, colored ones three.
     if {one.ndim for one in tensors} == {2, 3}:
         tensors = [one.expand(3, *one.shape) if one.ndim == 2 else one for one in tensors]

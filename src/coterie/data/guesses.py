@@ -24,7 +24,7 @@ _SIDE = 8  # the smallest side of what may be an image
 _BYTE = 255  # the largest pixel of 8 bits
 _DARK = 16  # largest value up to which numbers are hardly pixels
 _CONSECUTIVE, _DISTINCT = 50, 100  # samples from which on distinct whole numbers look like ids
-# share of test samples, and number, that may be training samples as well without a word
+# Share of test samples, and number, that may be training samples as well without a word.
 _SHARED, _FEW = 0.01, 9
 
 
@@ -57,9 +57,11 @@ def _is_picture(x: Tensor) -> bool:
     """Whether the shape is that of pictures: square and gray, or with an axis of channels."""
     if x.ndim == 3:
         return x.shape[1] == x.shape[2] >= _SIDE
-    sides = min(x.shape[2:]) >= _SIDE if x.ndim == 4 else False
-    last = x.ndim == 4 and x.shape[3] in _CHANNELS and min(x.shape[1:3]) >= _SIDE
-    return (sides and x.shape[1] in _CHANNELS) or last
+    if x.ndim != 4:
+        return False
+    first = x.shape[1] in _CHANNELS and min(x.shape[2:]) >= _SIDE
+    last = x.shape[3] in _CHANNELS and min(x.shape[1:3]) >= _SIDE
+    return first or last
 
 
 def _doubt_pixels(x: Tensor, name: str, kind: str, low: float, high: float) -> str:
@@ -135,19 +137,19 @@ def _doubt_ids(x: Tensor, name: str, columns: tuple[str, ...]) -> str:
     samples = len(x)
     if x.shape[1] < 2 or samples < _CONSECUTIVE:
         return ""
+    # Two rows rule out most columns of fractions, so that only few are sorted.
     for place in (x[:2] == x[:2].round()).all(0).nonzero().flatten().tolist():
         values = x[:, place]
         steps = values.sort().values.diff()
         if bool((steps < 1).any()) or not bool((values == values.round()).all()):
             continue
+        # Few numbers differ by chance: only consecutive ones look like ids then.
         if samples < _DISTINCT and bool((steps > 1).any()):
             continue
-        feature = (
-            f"the feature {columns[place]!r}" if columns else f"the feature {name}[:, {place}]"
-        )
+        feature = repr(columns[place]) if columns else f"{name}[:, {place}]"
         return (
-            f"has another whole number for each of the {samples} samples in {feature}: taken as a "
-            "number to learn from; if it is an id or a row's number, leave it out"
+            f"has another whole number for each of the {samples} samples in the feature {feature}: "
+            "taken as a number to learn from; if it is an id or a row's number, leave it out"
         )
     return ""
 
@@ -185,6 +187,7 @@ def _hash_rows(x: Tensor | StoredRows, y: Tensor) -> np.ndarray:
         pair = piece, y[start : start + len(piece)]
         flat = [one.reshape(len(one), -1).contiguous().numpy().view(np.uint8) for one in pair]
         rows = np.concatenate([one.reshape(len(one), -1) for one in flat], axis=1)
+        # Python's hashes differ between processes; these are compared within one.
         found += [hash(row.tobytes()) for row in rows]
     return np.array(found)
 
@@ -198,11 +201,11 @@ def require_aligned(**given: Any) -> None:
     Raises:
         DataError: when two indexes hold the same labels in another order.
     """
-    indexes: list[tuple[str, Any]] = [
-        (name, value.index)
-        for name, value in given.items()
-        if hasattr(value, "index") and hasattr(value, "iloc")
-    ]
+    indexes: list[tuple[str, Any]] = []
+    for name, value in given.items():
+        # `iloc` too, since lists have an `index` that is a function.
+        if hasattr(value, "index") and hasattr(value, "iloc"):
+            indexes.append((name, value.index))
     for name, index in indexes[1:]:
         first, known = indexes[0]
         if index.equals(known) or len(index) != len(known):

@@ -121,16 +121,12 @@ def flamby(scale: str = "own") -> Federation:
         parts.append((x[train], y[train], TestSet(x[test], y[test], name)))
     if scale == "together":
         rows = torch.cat(raw)
-        parts = [
+        for place, (x, (_, y, test)) in enumerate(zip(raw, parts, strict=True)):
             # Test rows stay as they were scaled above, by their own hospital.
-            ((x - rows.mean(0)) / (rows.std(0) + 1e-9), y, test)
-            for x, (_, y, test) in zip(raw, parts, strict=True)
-        ]
+            parts[place] = ((x - rows.mean(0)) / (rows.std(0) + 1e-9), y, test)
     width = max(len(y) for _, y, _ in parts)
-    x, y = (
-        torch.zeros(len(parts), width, len(entries)),
-        torch.zeros(len(parts), width, dtype=torch.int64),
-    )
+    x = torch.zeros(len(parts), width, len(entries))
+    y = torch.zeros(len(parts), width, dtype=torch.int64)
     split = torch.full((len(parts), width), PADDING)
     for row, (own_x, own_y, _) in enumerate(parts):
         x[row, : len(own_x)], y[row, : len(own_y)], split[row, : len(own_y)] = own_x, own_y, TRAIN

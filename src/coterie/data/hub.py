@@ -70,6 +70,7 @@ def load_folder(
     test = next((split for split in TEST_SPLITS if _find_shards(folder, split)), None)
     shards["test"] = _find_shards(folder, test) if test else []
 
+    # Called only where the cache has nothing.
     def load_tables() -> dict[str, pa.Table]:
         return {split: _load_tables(files) for split, files in shards.items() if files}
 
@@ -107,7 +108,9 @@ def download_dataset(
         ) from error
     splits = datasets.load_dataset(repository)
     test = next((split for split in TEST_SPLITS if split in splits), None)
-    chosen = {"train": splits["train"], **({"test": splits[test]} if test else {})}
+    chosen = {"train": splits["train"]}
+    if test is not None:
+        chosen["test"] = splits[test]
     files = []
     for split in chosen.values():
         files += [Path(file["filename"]) for file in split.cache_files]
@@ -115,12 +118,10 @@ def download_dataset(
     def load_tables() -> dict[str, pa.Table]:
         out = {}
         for split, data in chosen.items():
-            images = [
-                key for key, kind in data.features.items() if isinstance(kind, datasets.Image)
-            ]
-            for column in images:
-                # The bytes as stored: all images are decoded in one place, below.
-                data = data.cast_column(column, datasets.Image(decode=False))
+            for column, kind in data.features.items():
+                if isinstance(kind, datasets.Image):
+                    # The bytes as stored: all images are decoded in one place, below.
+                    data = data.cast_column(column, datasets.Image(decode=False))
             table = data.with_format("arrow")[:]
             # The class names are in the metadata, which the table may lack.
             out[split] = table.replace_schema_metadata(data.features.arrow_schema.metadata)
@@ -131,9 +132,10 @@ def download_dataset(
 
 def _find_shards(folder: Path, split: str) -> list[Path]:
     """Return the files of a split, and check that none of a numbered set is missing."""
-    files = sorted(folder.glob(f"{split}-*.parquet")) or sorted(
-        (folder / "data").glob(f"{split}-*.parquet")
-    )
+    files = sorted(folder.glob(f"{split}-*.parquet"))
+    # A copy of a repository of the Hub has its files in a folder `data`.
+    if not files:
+        files = sorted((folder / "data").glob(f"{split}-*.parquet"))
     for file in files:
         # Shards are named such as train-00000-of-00005.
         _, dash, total = file.stem.partition("-of-")
@@ -173,28 +175,22 @@ def _make_source(
         names = _parse_class_names(tables["train"].schema.metadata)
         if "test" in tables:
             _compare_class_names(name, names, _parse_class_names(tables["test"].schema.metadata))
-        cached = (
-            {split: _decode_table(table, f"{name}/{split}") for split, table in tables.items()},
-            names,
-        )
+        splits = {split: _decode_table(own, f"{name}/{split}") for split, own in tables.items()}
+        cached = splits, names
         _save_cache(place, *cached)
     splits, names = cached
     column = _find_label_column(name, label, splits["train"].columns, names)
-    parts = {split: _make_samples(decoded, column) for split, decoded in splits.items()}
-    empty = Samples(
-        parts["train"].x[:0],
-        parts["train"].y[:0],
-        {k: v[:0] for k, v in parts["train"].columns.items()},
-    )
-    test = parts.get("test", empty)
+    parts = {}
+    for split, decoded in splits.items():
+        parts[split] = Samples(decoded.images, decoded.columns[column], decoded.columns)
+    train = parts["train"]
+    # No rows, but the shapes and types of the training samples.
+    no_columns = {name: values[:0] for name, values in train.columns.items()}
+    test = parts.get("test", Samples(train.x[:0], train.y[:0], no_columns))
     # A class may occur in one of the two splits only.
-    highest = max(int(part.y.max()) for part in (parts["train"], test) if len(part)) + 1
+    highest = max(int(part.y.max()) for part in (train, test) if len(part)) + 1
     classes = len(names.get(column, ())) or highest
-    return Source(name, parts["train"], test, classes, names.get(column, ()), standard)
-
-
-def _make_samples(decoded: DecodedSplit, column: str) -> Samples:
-    return Samples(decoded.images, decoded.columns[column], decoded.columns)
+    return Source(name, train, test, classes, names.get(column, ()), standard)
 
 
 def _find_label_column(
@@ -301,9 +297,9 @@ def _decode_images(
         raise DataError(
             f"{where} has images of {len(sizes)} sizes; expected one size: resize them first"
         )
-    out = np.stack(
-        [np.asarray(image if image.mode == mode else image.convert(mode)) for image in images]
-    )
+    # `convert` copies, also where the mode is the same.
+    pixels = [image if image.mode == mode else image.convert(mode) for image in images]
+    out = np.stack(list(map(np.asarray, pixels)))
     # Gray images have no last axis yet: it becomes the channel.
     return torch.from_numpy(out.reshape(*out.shape[:3], -1)).movedim(-1, 1).contiguous()
 

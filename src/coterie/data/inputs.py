@@ -96,9 +96,9 @@ class InputForm:
             if fitted is not None:
                 found = fitted(entries)
             else:
-                found = entries.to(
-                    torch.int32 if all(column.codes for column in self.table) else torch.float32
-                )
+                # Codes alone are whole numbers, as for an embedding.
+                whole = all(column.codes for column in self.table)
+                found = entries.to(torch.int32 if whole else torch.float32)
         else:
             x = self._select_columns(x, names)
             found = pack_inputs(x, self.parts)

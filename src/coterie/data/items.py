@@ -91,8 +91,8 @@ class ItemForm:
                     f"inputs={left[0] if left else 'image'!r}"
                 )
             names = left
-        for name in (target, *names, *(() if self.client is None else (self.client,))):
-            if name not in item:
+        for name in (target, *names, self.client):
+            if name is not None and name not in item:
                 raise ConfigError(f"{what}: {describe_unknown('key', name, list(item))}")
         found: Any = {name: item[name] for name in names}
         if len(names) == 1:
@@ -117,6 +117,7 @@ class _Items:
 
 def is_dataset(value: Any) -> bool:
     """Whether a value is a dataset: it has items, and is no array, table or list."""
+    # Arrays and tables have items too.
     plain = isinstance(value, Tensor | np.ndarray | str | list | tuple | Mapping)
     if plain or hasattr(value, "__array__"):
         return False
@@ -209,6 +210,7 @@ def read_datasets(
     read: list[_Items] = []
     changing: list[str] = []
     for number, (what, dataset) in enumerate(datasets.items()):
+        # A seed for each dataset: what one draws does not depend on the length of the others.
         with Rng(seed).temporary_torch_seed("data.read", number):
             read.append(_read_items(dataset, what, form))
             difference = _find_changing_item(dataset, what, form, read[-1])
@@ -245,6 +247,7 @@ def _read_items(dataset: Any, what: str, form: ItemForm) -> _Items:
             out.inputs.setdefault(key, []).append(tensor)
         out.targets.append(target)
         if form.client is not None:
+            # Equal tensors are different keys of a table, equal numbers are one.
             out.owners.append(owner.item() if isinstance(owner, Tensor) else owner)
     if not out.targets:
         raise DataError(f"{what} is empty; every client needs data")
@@ -269,9 +272,9 @@ def _convert_item(
         values = found
     elif isinstance(found, tuple):
         values = dict(enumerate(found))
-    parts = {
-        key: _as_tensor(value, f"{what}: the input of {name}") for key, value in values.items()
-    }
+    parts = {}
+    for key, value in values.items():
+        parts[key] = _as_tensor(value, f"{what}: the input of {name}")
     if not isinstance(target, str):
         target = _as_tensor(target, f"{what}: the target of {name}")
     return parts, target, owner
@@ -400,6 +403,7 @@ def _as_tensor(value: Any, what: str) -> Tensor:
             f"{what} is {str(value)[:60]!r}; expected numbers or a picture: convert it, as with "
             "transform="
         )
-    return (
-        torch.from_numpy(np.ascontiguousarray(array)) if array.ndim else torch.tensor(array.item())
-    )
+    # One number gets torch's default type, float32, and not NumPy's float64.
+    if not array.ndim:
+        return torch.tensor(array.item())
+    return torch.from_numpy(np.ascontiguousarray(array))

@@ -105,6 +105,7 @@ def _read_file(file: Path) -> dict[str, tuple[list[Any], list[Any]]]:
             f"{file}: users and user_data differ in {differ[0]!r}; expected each user once in both"
         )
     out = {}
+    # Users may be numbers, but the keys of `user_data` are text, as all keys of JSON.
     for user, size in zip(map(str, users), sizes, strict=True):
         own = samples[user]
         x, y = (own.get(key) if isinstance(own, Mapping) else None for key in ("x", "y"))
@@ -138,11 +139,11 @@ def _convert_inputs(
     """Return the inputs of a user as numbers: samples x features."""
     made: Any = x
     if transform is not None:
-        made = [transform(one) for one in x]
-        made = [
-            as_pixels(one) if hasattr(one, "getbands") else to_array(one, f"{what}: an input")
-            for one in made
-        ]
+        made = []
+        for one in map(transform, x):
+            # Pictures of Pillow have bands.
+            picture = hasattr(one, "getbands")
+            made.append(as_pixels(one) if picture else to_array(one, f"{what}: an input"))
     array = to_array(made, f"{what}: x")
     if array.dtype.kind not in "buif":
         first = next(place for place, one in enumerate(array) if not _is_numeric(one))

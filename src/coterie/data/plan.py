@@ -108,6 +108,7 @@ class Client:
         Raises:
             DataError: when there are too few samples for that.
         """
+        # A share that was asked for is never empty, however small the client is.
         _, validation, test = (
             max(1, round(self.num_samples * part)) if part > 0 else 0 for part in self.shares
         )
@@ -183,10 +184,8 @@ def apply_shift(
     Raises:
         ConfigError: when that is no plan for as many clients.
     """
-    name, found = (
-        getattr(shift, "kind", type(shift).__name__),
-        shift.apply(clients, sources, streams),
-    )
+    name = getattr(shift, "kind", type(shift).__name__)
+    found = shift.apply(clients, sources, streams)
     if found is None:
         raise ConfigError(
             f"{name}: apply returned None; expected the clients: is a `return` missing?"
@@ -200,9 +199,12 @@ def apply_shift(
             f"{name}: apply returned {len(found)} clients; expected the {len(clients)} that it was "
             "given"
         )
-    for transform in {
-        type(one): one for client in found for one in client.recipe.transforms
-    }.values():
+    transforms = {}
+    for client in found:
+        for one in client.recipe.transforms:
+            # One of each type stands for all: a plan may have thousands of clients.
+            transforms[type(one)] = one
+    for transform in transforms.values():
         # Recipes are compared and hashed to find the clients that share a test set.
         if not callable(transform) or type(transform).__hash__ is None:
             raise ConfigError(

@@ -101,6 +101,7 @@ class ColumnPreparation:
             value = FILLS[self.impute](values.astype(np.float64))
         else:
             value = 0.0 if self.impute is None else float(self.impute)
+        # A category is filled in as its row of a one-hot coding.
         fill = np.eye(self.width)[int(value)] if self.width > 1 else np.array([value])
         if not self.scale:
             return fill, 0.0, 1.0
@@ -160,9 +161,9 @@ class Preparation:
         for column in self.columns:
             found = column.fit(rows)
             if found is None:
-                # An indicator says that the column is empty, so that needs no warning. The column
-                # becomes 0.
-                empty += [] if column.indicated else [column.name]
+                # The column becomes 0. An indicator says that it is empty, which needs no warning.
+                if not column.indicated:
+                    empty.append(column.name)
                 continue
             place = slice(column.start, column.start + column.width)
             fill[place], center[place], spread[place] = found

@@ -69,12 +69,15 @@ class TableSchema:
             stored = json.loads(Path(path).read_text(encoding="utf-8"))
             if stored.pop("coterie table") != _VERSION:
                 raise ValueError("it is of another version")
-            columns = tuple(
-                TableColumn(**{**one, "categories": _to_tuple(one["categories"])})
-                for one in stored.pop("columns")
-            )
-            kept = {**stored, "target": tuple(stored["target"])}
-            return TableSchema(columns, **{**kept, "class_names": tuple(kept["class_names"])})
+            columns = []
+            for one in stored.pop("columns"):
+                if one["categories"] is not None:
+                    one["categories"] = tuple(one["categories"])
+                columns.append(TableColumn(**one))
+            # JSON has lists, and a schema must be equal to the one that was stored.
+            for name in ("target", "class_names"):
+                stored[name] = tuple(stored[name])
+            return TableSchema(tuple(columns), **stored)
         except OSError as error:
             raise DataError(f"cannot read the schema {path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -85,19 +88,25 @@ class TableSchema:
 
     def to_options(self) -> dict[str, Any]:
         """Return the settings of a table that give this schema, by the names of `TableOptions`."""
-        plain = [one for one in self.columns if not one.indicator]
-        coded = {one.name: "codes" for one in plain if one.codes}
+        features, indicate, coded, categories = [], [], {}, {}
+        for one in self.columns:
+            # An indicator has the name of the column from which it is made.
+            (indicate if one.indicator else features).append(one.name)
+            if one.codes:
+                coded[one.name] = "codes"
+            if one.categories is not None:
+                categories[one.name] = list(one.categories)
+        # Several columns are a regression, or labels: never one class.
+        classes = self.classes if len(self.target) == 1 else None
         return {
             "target": list(self.target),
-            "features": [one.name for one in plain],
+            "features": features,
             "encode": coded or "one-hot",
-            "indicate": [one.name for one in self.columns if one.indicator],
-            "scale": "standard" if any(one.scaled for one in plain) else None,
-            "categories": {
-                one.name: list(one.categories) for one in plain if one.categories is not None
-            },
+            "indicate": indicate,
+            "scale": "standard" if any(one.scaled for one in self.columns) else None,
+            "categories": categories,
             "class_names": list(self.class_names),
-            "classes": self.classes if len(self.target) == 1 else None,
+            "classes": classes,
         }
 
     def list_coding(self) -> dict[str, str]:
@@ -132,29 +141,26 @@ class TableSchema:
             for scaled in (False, True):
                 names = [one.name for one in plain if (one.kind, one.scaled) == (kind, scaled)]
                 how = ", scaled by each client's training rows" * scaled
-                lines += [f"{kind}{how}: {', '.join(names)}"] * bool(names)
-        lines += [
-            f"text: {one.name} ({', '.join(map(str, one.categories or ()))}{', codes' * one.codes})"
-            for one in plain
-            if one.kind == "text"
-        ]
+                if names:
+                    lines.append(f"{kind}{how}: {', '.join(names)}")
+        for one in plain:
+            if one.kind == "text":
+                values = ", ".join(map(str, one.categories or ()))
+                lines.append(f"text: {one.name} ({values}{', codes' * one.codes})")
         marked = [one.name for one in self.columns if one.indicator]
-        lines += [f"marked where empty: {', '.join(marked)}"] * bool(marked)
-        lines += [f"read with: {', '.join(notes)}"] * bool(notes)
+        if marked:
+            lines.append(f"marked where empty: {', '.join(marked)}")
+        if notes:
+            lines.append(f"read with: {', '.join(notes)}")
         return [shorten_text(line, _SHOWN) for line in lines]
-
-
-def _to_tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values)
 
 
 def _describe_column(column: TableColumn) -> str:
     """Return how a column is coded, in words; 1, 1.0 and "1" are one category."""
     if column.categories is None:
         return "numbers" + ", scaled" * column.scaled
-    return f"{'codes' if column.codes else 'one-hot'} of " + ", ".join(
-        map(write_category, column.categories)
-    )
+    values = ", ".join(map(write_category, column.categories))
+    return f"{'codes' if column.codes else 'one-hot'} of {values}"
 
 
 def _cut(text: str) -> str:
@@ -178,15 +184,16 @@ def apply_schema(given: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
     found = TableSchema.load(path).to_options()
     for name, value in found.items():
         own = given.get(name)
-        own = [own] if name == "target" and isinstance(own, str) else own
-        own = list(own) if isinstance(own, tuple) else own
-        if (
-            own not in (None, [], {})
-            and own != value
-            and not (name == "encode" and own == "one-hot")
-        ):
+        if name == "target" and isinstance(own, str):
+            own = [own]
+        elif isinstance(own, tuple):
+            own = list(own)
+        # "one-hot" is the default, so that it may not have been chosen.
+        is_default = name == "encode" and own == "one-hot"
+        if own not in (None, [], {}) and own != value and not is_default:
             raise ConfigError(
                 f"{name} is {own!r}, and {value!r} in the schema {path}; leave it out, or make "
                 "them equal"
             )
+    # The schema wins: what was given is equal to it, or nothing.
     return {**given, **found}

@@ -76,6 +76,7 @@ class Labels(Shift):
 
     def check(self) -> None:
         """Read the groups given as text."""
+        # The class is frozen, and `check` is a part of its creation.
         object.__setattr__(self, "groups", tuple(_parse_labels(group) for group in self.groups))
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
@@ -155,11 +156,11 @@ class DirichletPerClient(Shift):
             mixture = draw_dirichlet(self.concentration_levels[level] * scale, prior, streams(row))
             name = f"dirichlet {self.concentration_levels[level]:g} {meaning}"
             new = replace(client, mixture=tuple(mixture.tolist()))
-            out.append(
-                new.plant_cluster(level, name)
-                if len(self.concentration_levels) > 1
-                else new.add_note(name)
-            )
+            # One level for all plants no clusters.
+            if len(self.concentration_levels) > 1:
+                out.append(new.plant_cluster(level, name))
+            else:
+                out.append(new.add_note(name))
         return tuple(out)
 
 
@@ -222,9 +223,8 @@ class DirichletPerClass(Shift):
         generator = streams(EVERYONE)
         for place, source in enumerate(sources):
             rows = [row for row, c in enumerate(clients) if c.recipe.source == place]
-            counts = self._share_classes(
-                [clients[row].num_samples for row in rows], source, generator
-            )
+            sizes = [clients[row].num_samples for row in rows]
+            counts = self._share_classes(sizes, source, generator)
             for row, count in zip(rows, counts, strict=True):
                 new = replace(clients[row], samples=int(count.sum()), counts=tuple(count.tolist()))
                 out[row] = new.add_note(
@@ -245,13 +245,14 @@ class DirichletPerClass(Shift):
         # Together the clients use as many samples as without the shift, in the pool's class shares.
         budget = generator.multivariate_hypergeometric(present, sum(sizes), method="marginals")
         # All weights are drawn before any count: the order of draws decides stored results.
-        weights = [
-            _draw_even_dirichlet(self.concentration_per_client, len(sizes), generator)
-            for _ in budget
-        ]
-        counts = np.stack(
-            [generator.multinomial(n, w) for n, w in zip(budget, weights, strict=True)], axis=1
-        )
+        weights = []
+        for _ in budget:
+            weights.append(
+                _draw_even_dirichlet(self.concentration_per_client, len(sizes), generator)
+            )
+        counts = np.zeros((len(sizes), len(budget)), dtype=np.int64)
+        for label, (total, shares) in enumerate(zip(budget, weights, strict=True)):
+            counts[:, label] = generator.multinomial(total, shares)
         # The client with the most samples gives one of its largest class at a time.
         for poor in np.flatnonzero(counts.sum(1) < self.minimum):
             for _ in range(self.minimum - int(counts[poor].sum())):
@@ -353,13 +354,13 @@ class Quantity(Shift):
                 f"{self.kind} cannot change natural groups; leave one of the two shifts out"
             )
         generator, out = streams(EVERYONE), list(clients)
-        # Clients of one pool exchange samples. Sorted: the order of draws decides the result.
-        for pool in sorted({(c.recipe.source, c.recipe.labels or ()) for c in clients}):
-            rows = [
-                row
-                for row, c in enumerate(clients)
-                if (c.recipe.source, c.recipe.labels or ()) == pool
-            ]
+        # Clients of one pool exchange samples.
+        members: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for row, client in enumerate(clients):
+            pool = (client.recipe.source, client.recipe.labels or ())
+            members.setdefault(pool, []).append(row)
+        # Sorted: the order of draws decides the result.
+        for _, rows in sorted(members.items()):
             weights = _draw_even_dirichlet(self.concentration_per_client, len(rows), generator)
             sizes = apportion_total(
                 sum(clients[row].num_samples for row in rows), weights, self.minimum
@@ -481,14 +482,15 @@ class Rotation(Shift):
         )
         # No transform for no turn: such clients share the test set of clients without the shift.
         turns = [() if angle % 360 == 0 else (Rotate(angle, self.fill),) for angle in self.degrees]
-        # Notes are part of the fingerprint of the data: the usual fill stays unsaid in them.
-        filled = [f"fill {self.fill}"] if self.fill != MID_GRAY else []
-        return tuple(
-            c.plant_cluster(
-                p, f"rotation {self.degrees[p]:g}", transforms=(*c.recipe.transforms, *turns[p])
-            ).add_note(*filled)
-            for c, p in zip(clients, place, strict=True)
-        )
+        out = []
+        for client, p in zip(clients, place, strict=True):
+            transforms = (*client.recipe.transforms, *turns[p])
+            turned = client.plant_cluster(p, f"rotation {self.degrees[p]:g}", transforms=transforms)
+            # Notes are part of the fingerprint of the data: the usual fill stays unsaid in them.
+            if self.fill != MID_GRAY:
+                turned = turned.add_note(f"fill {self.fill}")
+            out.append(turned)
+        return tuple(out)
 
 
 @final
@@ -654,11 +656,11 @@ class RegressionTargets(Shift):
         clusters = len(self.sizes) if self.sizes is not None else self.clusters
         place = assign_clusters(clusters, len(clients), self.sizes, self.assign, streams(EVERYONE))
         dim = sources[0].train.x.shape[1]
-        theta = [
+        theta = []
+        for cluster in range(clusters):
             # Keyed by the cluster: the number of clients changes no coefficients.
-            tuple(streams(cluster).uniform(self.low, self.high, dim).tolist())
-            for cluster in range(clusters)
-        ]
+            drawn = streams(cluster).uniform(self.low, self.high, dim)
+            theta.append(tuple(drawn.tolist()))
         return tuple(
             c.plant_cluster(p, f"targets {p}", targets=LinearTargets(theta[p], self.noise))
             for c, p in zip(clients, place, strict=True)
@@ -943,8 +945,10 @@ def shift_to_table(shift: Shift | Mapping[str, Any], where: str = "shift") -> di
     if isinstance(shift, Mapping) and ":" in str(shift.get("kind")):
         return to_plain(shift)
     made = shift if isinstance(shift, Shift) else parse_shift(shift, where)
-    known = SHIFTS.get(getattr(made, "kind", "")) is type(made)
-    return {**to_plain(made), "kind": made.kind if known else find_import_path(type(made), where)}
+    # By the class: a subclass of one's own inherits the kind of its base.
+    if SHIFTS.get(getattr(made, "kind", "")) is type(made):
+        return {**to_plain(made), "kind": made.kind}
+    return {**to_plain(made), "kind": find_import_path(type(made), where)}
 
 
 def _require_images(sources: Sequence[Source], kind: str) -> None:

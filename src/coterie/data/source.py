@@ -194,8 +194,10 @@ class Source:
             require_aligned(
                 **dict(zip(("x of test", "y of test", "its clients"), test, strict=False))
             )
+        # Together, so that a label means the same in training and in testing.
         given = [y] if test is None else [y, test[1]]
         targets, names, classes = code_targets(given, classes, class_names)
+        # Before the conversion, which hides the types that were given.
         _warn_about_parts(x)
         inputs, parts, constants = _convert_inputs(x, normalize)
         pool = make_samples(inputs, targets[0], classes)
@@ -256,12 +258,10 @@ class Source:
     @property
     def input_description(self) -> str:
         """The type and shape of one input, in words."""
+        if self.parts:
+            return describe_parts(self.parts)
         shape = "x".join(map(str, self.train.x.shape[1:])) or "scalar"
-        return (
-            describe_parts(self.parts)
-            if self.parts
-            else f"{shape} {str(self.train.x.dtype).removeprefix('torch.')} inputs"
-        )
+        return f"{shape} {str(self.train.x.dtype).removeprefix('torch.')} inputs"
 
     def client_name(self, value: int) -> str:
         """Return the name of a value of the column of clients; empty where clients are numbers."""
@@ -300,10 +300,9 @@ class Source:
                 f"{self.name}: training inputs have shape {shapes[0]}, test inputs {shapes[1]}; "
                 "make them equal"
             )
-        forms = [
-            (str(one.y.dtype).removeprefix("torch."), tuple(one.y.shape[1:]))
-            for one in (self.train, self.test)
-        ]
+        forms = []
+        for one in (self.train, self.test):
+            forms.append((str(one.y.dtype).removeprefix("torch."), tuple(one.y.shape[1:])))
         if len(self.test) and forms[0] != forms[1]:
             raise DataError(
                 f"{self.name}: training targets are {forms[0]}, test targets {forms[1]}; make them "
@@ -315,6 +314,7 @@ class Source:
         # Bytes are all right; whole numbers of a disk are checked while they are converted.
         pieces = () if samples.x.dtype == torch.uint8 else iterate_pieces(samples.x)
         for first, piece in pieces:
+            # With a preparation NaN marks the empty entries, which each client fills.
             if self.preparation or not piece.is_floating_point() or all_finite(piece):
                 continue
             bad = (~torch.isfinite(piece)).reshape(len(piece), -1)
@@ -352,11 +352,8 @@ class Source:
         if not self.clients or self.clients not in samples.columns:
             return f"in sample {place}"
         client = int(samples.columns[self.clients][place])
-        return (
-            f"in sample {place}, of client {self.client_name(client)!r}"
-            if self.client_names
-            else (f"in sample {place}, of client {client}")
-        )
+        who = repr(self.client_name(client)) if self.client_names else str(client)
+        return f"in sample {place}, of client {who}"
 
 
 def _compute_moments(x: Shaped[Tensor, "samples *features"] | StoredRows) -> Constants:
@@ -372,7 +369,8 @@ def _compute_moments(x: Shaped[Tensor, "samples *features"] | StoredRows) -> Con
         weight = own.to(torch.float64)
         weight = weight / weight.sum()
         center = float((weight * values).sum())
-        # Four digits, as the constants of papers have.
+        # Four digits, as the constants of papers have. The least of them keeps a channel of one
+        # value from dividing by 0.
         mean.append(round(center, 4))
         std.append(round(max(1e-4, float((weight * (values - center) ** 2).sum()) ** 0.5), 4))
     return tuple(mean), tuple(std)
@@ -453,7 +451,7 @@ def _convert_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]
     """Convert one tensor of inputs to the type in which it is stored."""
     x = _to_tensor(value, name)
     if x.dtype == torch.bool:
-        # numbers, never an image of black and nearly black
+        # Numbers: as an image its pixels would be black and nearly black.
         return x.float() if x.ndim > 2 else x.to(torch.uint8)
     if x.dtype == torch.uint8:
         # Samples x height x width x channels is the usual mistake with images.
@@ -466,7 +464,8 @@ def _convert_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]
         return x[:, None] if x.ndim == 3 else x
     if x.is_floating_point():
         return x if x.dtype == torch.float16 else x.float()
-    largest = max((abs(int(end)) for end in torch.aminmax(x)), default=0) if x.numel() else 0
+    # `aminmax` refuses an empty tensor.
+    largest = max(abs(int(end)) for end in torch.aminmax(x)) if x.numel() else 0
     if largest > LARGEST:
         raise DataError(
             f"{name} has whole numbers up to {largest:,}; expected at most {LARGEST:,}, beyond "
@@ -480,6 +479,7 @@ def _name_parts(x: Any) -> dict[Any, Any]:
     """Return the parts of an input of several tensors, by name or number; none of one tensor."""
     if isinstance(x, Mapping):
         return {str(key): value for key, value in x.items()}
+    # A tuple of numbers is one array, as a list is.
     several = isinstance(x, tuple) and bool(x) and all(getattr(one, "ndim", 0) for one in x)
     return dict(enumerate(x)) if several else {}
 
@@ -487,7 +487,8 @@ def _name_parts(x: Any) -> dict[Any, Any]:
 def _warn_about_parts(x: Any) -> None:
     """Warn where an input may mean something else than it is taken for."""
     columns = column_names(x)
-    for name, value in ({f"x[{k!r}]": v for k, v in _name_parts(x).items()} or {"x": x}).items():
+    named = {f"x[{key!r}]": value for key, value in _name_parts(x).items()}
+    for name, value in (named or {"x": x}).items():
         kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
         # The first rows show what an array on disk is.
         seen = value[:_SEEN] if is_stored(value) else value
@@ -521,12 +522,11 @@ def _convert_inputs(
             )
             part, whole = part.float() / 255, False
             if mean:
-                part = (part - torch.tensor(mean).reshape(-1, 1, 1)) / torch.tensor(std).reshape(
-                    -1, 1, 1
-                )
-        parts.append(
-            InputPart(key if isinstance(key, str) else "", tuple(part.shape[1:]), whole, mean, std)
-        )
+                center, spread = (torch.tensor(one).reshape(-1, 1, 1) for one in (mean, std))
+                part = (part - center) / spread
+        # Parts without a name are numbered, and become positional arguments.
+        name = key if isinstance(key, str) else ""
+        parts.append(InputPart(name, tuple(part.shape[1:]), whole, mean, std))
         # All parts travel in one tensor of float32, which holds whole numbers up to LARGEST
         # exactly.
         tensors.append(part.reshape(len(part), -1).float())
@@ -558,9 +558,8 @@ def pack_inputs(x: Any, parts: Sequence[InputPart]) -> Shaped[Tensor, "samples *
             raise DataError(f"x has no {missing[0]!r}; expected {describe_parts(parts)}")
         # In the order of training, whatever the order given.
         x = {part.name: x[part.name] for part in parts}
-    flat, found, _ = _convert_inputs(
-        x, "none", {place: (part.mean, part.std) for place, part in enumerate(parts)}
-    )
+    constants = {place: (part.mean, part.std) for place, part in enumerate(parts)}
+    flat, found, _ = _convert_inputs(x, "none", constants)
     if not found:
         return _convert_input(flat, "x")
     if [(one.shape, one.whole) for one in found] != [(one.shape, one.whole) for one in parts]:
@@ -581,6 +580,7 @@ def describe_parts(parts: Sequence[InputPart]) -> str:
 
 def column_names(x: Any) -> tuple[str, ...]:
     """The names of the columns of a table of pandas, polars or arrow."""
+    # In arrow `columns` are the data, so that its names come first.
     names = getattr(x, "column_names", getattr(x, "columns", ()))
     return tuple(map(str, names)) if len(getattr(x, "shape", ())) == 2 else ()
 
@@ -594,6 +594,7 @@ def _to_tensor(value: Any, name: str) -> Tensor:
                 "or .to_dense() makes them"
             )
         tensor = torch.atleast_1d(value.detach().cpu())
+        # These two types say what numbers are: a mask, or bytes of an image.
         kept = (torch.bool, torch.uint8)
         return tensor if tensor.is_floating_point() or tensor.dtype in kept else tensor.long()
     if hasattr(value, "toarray"):
@@ -606,6 +607,7 @@ def _to_tensor(value: Any, name: str) -> Tensor:
     if array.dtype.kind not in "buif":
         advice = ": coterie.from_table reads tables with text" if column_names(value) else ""
         raise DataError(f"{name} has type {array.dtype}; expected numbers{advice}")
+    # Beyond this, int64 would wrap around to negative numbers.
     if array.dtype == np.uint64 and array.size and int(array.max()) >= 1 << 63:
         raise DataError(
             f"{name} has whole numbers up to {int(array.max()):,}; expected at most {LARGEST:,}"

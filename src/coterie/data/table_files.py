@@ -29,14 +29,14 @@ pc: Any = arrow_compute
 Kind = Literal["numbers", "true or false", "text"]
 _SEPARATORS = (",", ";", "\t", "|")
 _WORDS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
+# The words that pandas takes for empty entries: a file means the same in both.
 _EMPTY = [
     "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN",
     "N/A", "NA", "NULL", "NaN", "n/a", "nan", "null", "<NA>", "None",
 ]  # fmt: skip
 # Patterns of RE2, of a whole entry without spaces around it.
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(inf|Inf|INF|[Ii]nfinity)$"
-_WHOLE = r"^[+-]?\d{1,18}$"
-_COMMA = r"^[+-]?\d*,\d+([eE][+-]?\d+)?$"
+_WHOLE = r"^[+-]?\d{1,18}$"  # 18 digits always fit into int64
 _WHOLE_OR_COMMA = r"^[+-]?(\d+|\d*,\d+)([eE][+-]?\d+)?$"
 # 1,234 may be a thousand and more, or a little more than one.
 _UNCLEAR = r"^[+-]?[1-9]\d{0,2},\d{3}$|^[+-]?\d+$"
@@ -114,6 +114,7 @@ class CsvFormat:
         """
         if self.encoding is not None:
             try:
+                # A byte order mark is no part of the first column's name.
                 return data.decode(self.encoding).removeprefix("\ufeff"), ()
             except UnicodeError as error:
                 raise DataError(
@@ -145,6 +146,7 @@ class CsvFormat:
         if self.separator is not None:
             return self._character
         found, most = usual, 1
+        # The usual separator first: of two that divide into as many columns it stays.
         for separator in dict.fromkeys((usual, *_SEPARATORS)):
             rows = csv.reader(io.StringIO(text[:100_000]), delimiter=separator)
             widths = [len(row) for row, _ in zip(rows, range(6), strict=False) if row]
@@ -220,10 +222,12 @@ def _parse_csv(data: bytes, path: Path, ending: str, form: CsvFormat) -> LoadedT
     if not header:
         raise DataError(f"{path} is empty; expected a line with the names of the columns")
     # All columns as text: a type by file would differ between files, and change ids such as 1.10.
+    # f0, f1, ... are the names that arrow gives to columns without a header.
     places = [f"f{place}" for place in range(len(header))]
     made = arrow_csv.read_csv(
         io.BytesIO(text.encode()),
         read_options=arrow_csv.ReadOptions(autogenerate_column_names=True),
+        # Line breaks inside values need quotes; looking for them keeps arrow from using threads.
         parse_options=arrow_csv.ParseOptions(delimiter=separator, newlines_in_values='"' in text),
         convert_options=arrow_csv.ConvertOptions(
             column_types=dict.fromkeys(places, pa.string()), strings_can_be_null=False
@@ -245,6 +249,7 @@ def read_ids(loaded: LoadedTable, name: str) -> list[Any]:
     if not loaded.as_text:
         return column.to_pylist()
     distinct = column.unique().to_pylist()
+    # Python refuses to read whole numbers of more than 4300 digits.
     if all(WHOLE.fullmatch(one) and len(one) < 4000 for one in distinct):
         return [int(one) for one in column.to_pylist()]
     words = [one for one in distinct if one.strip() and one.strip() in _EMPTY]
@@ -283,14 +288,13 @@ def decide_types(
     for name, column in columns.items():
         found = column
         if name in guessed:
-            found = _convert_numbers(column, decimal)
-        if found is None and _matches(column, _TRUTH):
-            found = pc.equal(pc.utf8_lower(pc.utf8_trim_whitespace(column)), "true")
+            found = _convert_entries(column, decimal)
         if found is None and _matches(column, _DATE):
             raise DataError(
                 f"column {name!r} holds dates or times, such as {_first(column)!r}; turn it into "
                 "numbers first, such as the days since the first, or leave it out of features"
             )
+        # Such a column may hold codes; as numbers they lose their zeros, which is noted.
         if found is not None and pa.types.is_integer(found.type) and _any(column, r"^0\d"):
             padded.append(name)
         found = column if found is None else found
@@ -323,9 +327,7 @@ def follow_types(
                 numbers[name] = column
     decimal = decimal or _find_decimal(numbers)
     for name, column in numbers.items():
-        found = _convert_numbers(column, decimal)
-        if found is None and _matches(column, _TRUTH):
-            found = pc.equal(pc.utf8_lower(pc.utf8_trim_whitespace(column)), "true")
+        found = _convert_entries(column, decimal)
         if found is None:
             pattern = _WHOLE_OR_COMMA if decimal == "," else _NUMBER
             row, value = next(
@@ -363,17 +365,20 @@ def _first(column: pa.ChunkedArray, pattern: str = "") -> str:
     return trimmed.filter(pc.match_substring_regex(trimmed, pattern=pattern))[0].as_py()
 
 
-def _convert_numbers(column: pa.ChunkedArray, decimal: str) -> pa.ChunkedArray | None:
-    """Return a column as numbers; None where an entry is none."""
+def _convert_entries(column: pa.ChunkedArray, decimal: str) -> pa.ChunkedArray | None:
+    """Return a column as numbers, or as true and false; None where entries are neither."""
     if column.null_count == len(column):
         return pa.chunked_array([pa.nulls(len(column))])
     trimmed = pc.utf8_trim_whitespace(column)
     if _matches(column, _WHOLE):
+        # Arrow reads no plus sign.
         return pc.utf8_ltrim(trimmed, characters="+").cast(pa.int64())
     if decimal == "," and _matches(column, _WHOLE_OR_COMMA):
         return pc.replace_substring(trimmed, ",", ".").cast(pa.float64())
     if decimal == "." and _matches(column, _NUMBER):
         return trimmed.cast(pa.float64())
+    if _matches(column, _TRUTH):
+        return pc.equal(pc.utf8_lower(trimmed), "true")
     return None
 
 
@@ -383,6 +388,7 @@ def _find_decimal(columns: Mapping[str, pa.ChunkedArray]) -> str:
     Raises:
         DataError: when columns have different ones, or a comma may part thousands.
     """
+    # The first column of each kind is enough: a file is written in one way.
     commas, points = "", ""
     for name, column in columns.items():
         if not commas and _matches(column, _WHOLE_OR_COMMA) and _any(column, ","):

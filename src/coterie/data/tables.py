@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -207,6 +208,7 @@ def read_table(
     kind = torch.int32 if whole else torch.float32
     if fitted:
         kind = torch.float64  # NaN stands for empty entries until clients have filled them
+    # Columns are scaled in float64, where large whole numbers stay apart.
     if columns.scale is None:
         warn_about_columns({one.name: np.concatenate(one.values) for one in numbers})
     y, class_names, classes = _convert_target(tables, columns)
@@ -222,7 +224,9 @@ def read_table(
     parts = ()
     if numbers and codes:
         width = sum(one.num_entries for one in numbers)
+        # Without names they are the first two arguments of the module's `forward`.
         parts = (InputPart("", (width,)), InputPart("", (len(codes),), whole=True))
+    preparation = Preparation(tuple(fitted), whole) if fitted else None
     return Source(
         name,
         samples[0],
@@ -233,7 +237,7 @@ def read_table(
         client_names=pool.names,
         feature_names=tuple(entries),
         parts=parts,
-        preparation=Preparation(tuple(fitted), whole) if fitted else None,
+        preparation=preparation,
         table=tuple(one.describe(columns.scale is not None) for one in (*numbers, *codes)),
         targets=tuple(columns.target_names),
         notes=notes,
@@ -266,17 +270,16 @@ def _divide_rows(table: "_ArrowTable", samples: Samples, name: str) -> tuple[lis
         raise DataError(f"column {name!r} says test in no row; expected each client's test rows")
     if "client" in samples.columns:
         owners = samples.columns["client"].numpy()
-        counts = np.array(
-            [np.bincount(owners[codes == code], minlength=owners.max() + 1) for code in (0, 2)]
-        )
-        for what, own in zip(("train", "test"), counts, strict=True):
-            if not own.all():
-                missing = int(np.flatnonzero(own == 0)[0])
+        for what, code in (("train", 0), ("test", 2)):
+            counts = np.bincount(owners[codes == code], minlength=owners.max() + 1)
+            if not counts.all():
+                missing = int(np.flatnonzero(counts == 0)[0])
                 who = repr(table.names[missing]) if table.names else str(missing)
                 raise DataError(
                     f"column {name!r} says {what} in no row of client {who}; expected one at "
                     "least: add it, or leave the client out"
                 )
+    # Training and validation rows stay one pool, with a column that says which is which.
     divided = []
     for kept in (codes < 2, codes == 2):
         rows = torch.from_numpy(np.flatnonzero(kept))
@@ -299,8 +302,11 @@ def _load_tables(
     needed = [*chosen, *columns.target_names]
     arrow, notes = decide_types(loaded, needed, tuple(columns.categories), columns.decimal)
     if columns.schema is not None:
-        known = [one for one in chosen if one not in columns.categories]
-        _require_numbers_of_schema(_ArrowTable(arrow, None, name), known)
+        # Columns without categories hold numbers, as the schema says.
+        known = _ArrowTable(arrow, None, name)
+        for one in chosen:
+            if one not in columns.categories:
+                _require_kind(known, one, "numbers", "the schema")
     pool = _ArrowTable(arrow, columns.client, name, owners, columns.clusters)
     if test is None:
         return [pool], (*loaded.notes, *notes)
@@ -315,12 +321,6 @@ def _load_tables(
     for one, kind in kinds.items():
         _require_kind(later, one, kind)
     return [pool, later], (*loaded.notes, *notes)
-
-
-def _require_numbers_of_schema(table: "_ArrowTable", names: Sequence[str]) -> None:
-    """Check that the columns without categories hold numbers, as the schema says."""
-    for name in names:
-        _require_kind(table, name, "numbers", "the schema")
 
 
 def _find_kind(kind: pa.DataType) -> Kind:
@@ -368,14 +368,15 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
             _require_kind(found, column.name, "numbers")
             _require_numbers(found.get_column(column.name).type, column.name)
             values = found.get_numbers(column.name)[:, None]
-            values = np.isnan(values).astype(np.float64) if column.indicator else values
+            if column.indicator:
+                values = np.isnan(values).astype(np.float64)
         else:
             _, codes = _encode_categories([found], column.name, column.categories)
-            places = np.arange(len(column.categories))
             values = codes[0][:, None]
-            values = (
-                values if column.codes else np.where(np.isnan(values), np.nan, values == places)
-            )
+            if not column.codes:
+                # An empty entry is NaN in all categories, as in training.
+                places = np.arange(len(column.categories))
+                values = np.where(np.isnan(values), np.nan, values == places)
         empty = np.flatnonzero(np.isnan(values[:, 0]))
         if len(empty) and not column.filled:
             raise DataError(
@@ -423,11 +424,8 @@ class _ArrowTable:
         if self.owners is None:
             return f"in row {row}"
         client = int(self.owners["client"][row])
-        return (
-            f"in row {row}, of client {self.names[client]!r}"
-            if self.names
-            else f"in row {row}, of client {client}"
-        )
+        who = repr(self.names[client]) if self.names else str(client)
+        return f"in row {row}, of client {who}"
 
     def get_numbers(self, name: str) -> Float[np.ndarray, " samples"]:
         """Return a column of numbers; NaN where it is empty."""
@@ -435,11 +433,11 @@ class _ArrowTable:
         # A column without any value has no type to convert.
         if pa.types.is_null(values.type):
             return np.full(len(values), np.nan)
-        values = values.cast(pa.int8()) if pa.types.is_boolean(values.type) else values
+        if pa.types.is_boolean(values.type):
+            values = values.cast(pa.int8())
         # safe=False: whole numbers and decimals beyond the digits of float64 are rounded.
-        found = np.asarray(
-            values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), np.float64
-        )
+        floats = values.cast(pa.float64(), safe=False)
+        found = np.asarray(floats.to_numpy(zero_copy_only=False), np.float64)
         wrong = np.flatnonzero(np.isinf(found))
         if len(wrong):
             raise DataError(
@@ -529,7 +527,7 @@ def _convert_column(
             f"column {name!r} has {len(known):,} different values, too many for an entry each; "
             f"leave it out of features, or encode = {{ {name} = 'codes' }}"
         )
-    if len(known) > _FEW and all(len(known) == np.isfinite(code).sum() for code in codes[:1]):
+    if len(known) > _FEW and len(known) == np.isfinite(codes[0]).sum():
         warnings.warn(
             f"column {name!r} has another value in each row, and becomes {len(known)} entries; if "
             "it is an id, leave it out of features",
@@ -579,11 +577,9 @@ def _choose_fill(
     for table, own in zip(tables, values, strict=True):
         empty = np.flatnonzero(np.isnan(own[:, 0]))
         if len(empty) and impute is None:
-            kinds = (
-                '"most-frequent"'
-                if _is_text(table.get_column(name).type)
-                else '"mean", "median" or a number'
-            )
+            kinds = '"mean", "median" or a number'
+            if _is_text(table.get_column(name).type):
+                kinds = '"most-frequent"'
             raise DataError(
                 f"column {name!r} has {len(empty)} empty entries (the first "
                 f"{table.locate_row(int(empty[0]))}); "
@@ -603,14 +599,15 @@ def _encode_categories(
             _require_numbers(column.type, name)
         in_order = pa.types.is_dictionary(column.type) and column.type.ordered
         if not pa.types.is_dictionary(column.type):
-            column = (
-                column.cast(pa.large_string()) if _is_text(column.type) else column
-            ).dictionary_encode()
+            if _is_text(column.type):
+                column = column.cast(pa.large_string())
+            column = column.dictionary_encode()
         # Each chunk may have a dictionary of its own.
         encoded = column.unify_dictionaries().combine_chunks()
         arrays.append(encoded)
         values.append(encoded.dictionary.to_pylist())
-        ordered += values[-1] if in_order else []
+        if in_order:
+            ordered += values[-1]
     # The categories given, or those of an ordered dictionary, or the values of the first table.
     known = list(given) if given is not None else list(dict.fromkeys(ordered))
     if not known:
@@ -637,7 +634,7 @@ def _encode_categories(
 
 def _sort_categories(values: Sequence[Sequence[Any]]) -> list[Any]:
     """Return the values of all tables, sorted; as text where only some of them are."""
-    found = [one for own in values for one in own if one is not None]
+    found = [one for one in chain.from_iterable(values) if one is not None]
     if len({isinstance(one, str) for one in found}) > 1:
         found = [write_category(one) for one in found]
     return sorted(set(found))
@@ -684,14 +681,14 @@ def _convert_target(
         kind = np.int64 if classes else np.float32
         return [torch.from_numpy(np.array(one, kind)) for one in coded], found, classes
     # Several columns are targets of a regression or of labels, never one class.
-    kinds = [table.get_column(name).type for table in tables for name in names]
-    if any(map(_is_text, kinds)):
-        text = next(
-            name for name in names if any(_is_text(t.get_column(name).type) for t in tables)
-        )
-        raise DataError(
-            f"target {text!r} is text; expected numbers where several columns are learned"
-        )
+    kinds = []
+    for name in names:
+        own = [table.get_column(name).type for table in tables]
+        if any(map(_is_text, own)):
+            raise DataError(
+                f"target {name!r} is text; expected numbers where several columns are learned"
+            )
+        kinds += own
     made = [np.stack([table.get_numbers(name) for name in names], axis=1) for table in tables]
     whole = all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in kinds)
     kind = torch.int64 if whole else torch.float32
@@ -704,6 +701,7 @@ def _read_labels(table: _ArrowTable, name: str) -> Any:
     if _is_text(values.type):
         _reject_numbers_as_text([table], name)
         found = values.to_pandas()
+        # A categorical column keeps the order of its categories, which are the classes.
         return found if hasattr(found, "cat") else found.to_numpy(object)
     _require_numbers(values.type, name)
     if pa.types.is_integer(values.type) or pa.types.is_boolean(values.type):

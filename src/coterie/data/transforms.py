@@ -41,10 +41,8 @@ def rotate_images(
     height, width = x.shape[-2:]
     # Each pixel of the result takes the nearest pixel of the image turned back, in coordinates from
     # the center.
-    up, right = (
-        (height - 1) / 2 - np.arange(height)[:, None],
-        np.arange(width)[None, :] - (width - 1) / 2,
-    )
+    up = (height - 1) / 2 - np.arange(height)[:, None]
+    right = np.arange(width)[None, :] - (width - 1) / 2
     cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     column = np.rint((width - 1) / 2 + right * cosine + up * sine).astype(np.int64)
     row = np.rint((height - 1) / 2 - (up * cosine - right * sine)).astype(np.int64)
@@ -71,11 +69,9 @@ def blur_images(
     smooth = ImageFilter.GaussianBlur(radius)
     # Pillow takes channels last, and gray images without that axis.
     images = x.movedim(1, -1).squeeze(-1).contiguous().numpy()
-    out = (
-        np.stack([np.asarray(Image.fromarray(image).filter(smooth)) for image in images])
-        if len(x)
-        else images
-    )
+    out = np.empty_like(images)
+    for place, image in enumerate(images):
+        out[place] = np.asarray(Image.fromarray(image).filter(smooth))
     return torch.from_numpy(out).reshape(x.movedim(1, -1).shape).movedim(-1, 1)
 
 
