@@ -43,10 +43,9 @@ DEFAULT_STUDY = "rotated-digits"
 _MAX_SEEDS = 10_000  # a larger "number of seeds" is more likely meant to be one seed
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 # These two are tables of a study file: [local] and [stopping].
-_RUN_KEYS = tuple(f.name for f in fields(Settings) if f.name not in ("local", "patience"))
-_FREE = tuple(
-    f.name for f in fields(StudyConfig) if f.name not in ("data", "model", "methods", "settings")
-)
+_RUN_KEYS = [key for key in tables.settable_fields(Settings) if key not in ("local", "patience")]
+_PARTS = ("data", "model", "methods", "settings")
+_FREE = [key for key in tables.settable_fields(StudyConfig) if key not in _PARTS]
 
 
 def load_study(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()) -> StudyConfig:
@@ -65,6 +64,7 @@ def load_study(source: str | Path = DEFAULT_STUDY, overrides: Iterable[str] = ()
         3
     """
     name, file = _find_study(str(source), find_builtin_studies())
+    # A name in the file itself wins over that of the file.
     return parse_study({"name": name, **_load_file(file)}, overrides)
 
 
@@ -137,7 +137,10 @@ def _join_extra_metrics(content: dict[str, Any]) -> None:
     the study apply to a method one by one.
     """
     methods = content.get("methods")
-    entries = [one for one in methods if isinstance(one, dict)] if isinstance(methods, list) else []
+    entries = []
+    # Anything else is refused later, with a message of its own.
+    if isinstance(methods, list):
+        entries = [one for one in methods if isinstance(one, dict)]
     tables_with_it = [one for one in (content, *entries) if "extra_metrics" in one]
     if not tables_with_it:
         return
@@ -184,16 +187,17 @@ def make_study_table(study: StudyConfig, *, decided: bool = True) -> dict[str, A
     """
     parts = tables.to_plain(study)
     settings = parts.pop("settings")
-    patience = settings.pop("patience", None)
-    sections = {
-        **{key: value for key, value in parts.items() if key not in ("data", "model", "methods")},
-        **{key: settings[key] for key in _RUN_KEYS if key in settings},
-        "data": parts["data"],
-        "model": {key: value for key, value in parts["model"].items() if value != {}},
-        "local": settings["local"],
-        "stopping": {} if patience is None else {"patience": patience},
-        "methods": [_make_method_table(entry, study.settings, decided) for entry in study.methods],
-    }
+    # The order is that of the file: single values, then tables.
+    sections = {key: value for key, value in parts.items() if key not in _PARTS}
+    sections |= {key: settings[key] for key in _RUN_KEYS if key in settings}
+    sections["data"] = parts["data"]
+    sections["model"] = {key: value for key, value in parts["model"].items() if value != {}}
+    sections["local"] = settings["local"]
+    if settings.get("patience") is not None:
+        sections["stopping"] = {"patience": settings["patience"]}
+    sections["methods"] = [
+        _make_method_table(entry, study.settings, decided) for entry in study.methods
+    ]
     # Empty tables and texts are the defaults.
     return {key: value for key, value in sections.items() if value not in ({}, "")}
 
@@ -210,26 +214,26 @@ def make_identity(study: StudyConfig) -> dict[str, Any]:
     """
     content = make_study_table(study)
     # Words and grids belong to the study, not to a run; speed changes no result.
-    words, speed = (
-        ("name", "description", "paper", "sweep", "tune", "trials_of"),
-        ("engine", "block", "cuda_graphs"),
-    )
+    words = ("name", "description", "paper", "sweep", "tune", "trials_of")
+    speed = ("engine", "block", "cuda_graphs")
     for key in (*words, *speed, "checkpoint_seconds", "check"):
         content.pop(key, None)
-    # the default is left out, so that studies older than the setting stay the same
+    # The default is left out, so that studies older than the setting stay the same.
     if content.get("precision") == "full":
         del content["precision"]
     if not content.get("portable"):
         content.pop("portable", None)
-    # `extra_metrics` was a setting of its own when stored studies got their identity
+    # `extra_metrics` was a setting of its own when stored studies got their identity.
     outputs, of_runs = split_requested(content.pop("metrics"))
     content["extra_metrics"] = list(of_runs)
     if outputs:
         content["metrics"] = list(outputs)
     for entry in content["methods"]:
-        own = split_requested(entry.pop("metrics", (*outputs, *of_runs)))
-        changed = zip(("metrics", "extra_metrics"), own, (outputs, of_runs), strict=True)
-        entry |= {key: names for key, names, usual in changed if names != usual}
+        own_outputs, own_of_runs = split_requested(entry.pop("metrics", (*outputs, *of_runs)))
+        if own_outputs != outputs:
+            entry["metrics"] = own_outputs
+        if own_of_runs != of_runs:
+            entry["extra_metrics"] = own_of_runs
     # Set or not, the optimizer's default is the same value.
     if not study.settings.local.custom_optimizer:
         content["local"]["weight_decay"] = study.settings.local.optimizer_arguments["weight_decay"]
@@ -303,9 +307,9 @@ def _resolve_data_paths(data: object, folder: Path) -> None:
 
     A path that exists from the current folder stays.
     """
-    options = (
-        data.get("options") if isinstance(data, dict) and data.get("dataset") in OWN_KINDS else None
-    )
+    if not isinstance(data, dict) or data.get("dataset") not in OWN_KINDS:
+        return
+    options = data.get("options")
     if not isinstance(options, dict):
         return
     for key in {"path", "test", "schema"} & set(options):
@@ -348,11 +352,8 @@ def _extend_study(base: dict[str, Any], own: dict[str, Any]) -> None:
     `methods.NAME.key` changes methods as `--set` does; a [[methods]] entry changes the method of
     its label, or is added when there is none. Last, `use_methods` says which run, in which order.
     """
-    unset, used, methods = (
-        own.pop("unset", []),
-        own.pop("use_methods", None),
-        own.pop("methods", {}),
-    )
+    unset, used = own.pop("unset", []), own.pop("use_methods", None)
+    methods = own.pop("methods", {})
     for path in _check_names("unset", unset):
         _unset_path(base, parse_path(path), path)
     _merge_tables(base, own, "")
@@ -377,11 +378,9 @@ def _extend_study(base: dict[str, Any], own: dict[str, Any]) -> None:
                     "needs a kind"
                 )
     if used is not None:
-        base["methods"] = [
-            entry
-            for name in _check_names("use_methods", used)
-            for entry in _find_methods(merged, name)
-        ]
+        base["methods"] = []
+        for name in _check_names("use_methods", used):
+            base["methods"] += _find_methods(merged, name)
 
 
 def _check_names(key: str, value: Any) -> list[str]:
@@ -476,7 +475,7 @@ class _MethodHead(tables.Configurable):
     package: str = ""
 
 
-_HEAD_KEYS = tuple(f.name for f in fields(_MethodHead))
+_HEAD_KEYS = tuple(tables.settable_fields(_MethodHead))
 
 
 def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -> MethodConfig:
@@ -487,19 +486,20 @@ def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -
     """
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} is {entry!r}; expected a table with a kind")
-    head = tables.parse_settings(
-        _MethodHead, {key: entry[key] for key in _HEAD_KEYS if key in entry}, where
-    )
+    found = {key: entry[key] for key in _HEAD_KEYS if key in entry}
+    head = tables.parse_settings(_MethodHead, found, where)
     # Reading results imports nothing: None stands for a method that is not built in.
     kind = registry.find_method(head.kind, head.package) if to_run else METHODS.get(head.kind)
-    label = normalize_name(
-        head.label or (kind.kind if kind is not None and ":" in head.kind else head.kind)
-    )
+    label = head.label or head.kind
+    # An import path is no name of a folder.
+    if not head.label and kind is not None and ":" in head.kind:
+        label = kind.kind
+    label = normalize_name(label)
     require(is_label(label), f"{where}: label", label, LABEL)
     own = _guess_own_keys(entry) if kind is None else _option_names(kind)
     # A field of the method hides a setting of the same name.
-    local = {f.name for f in fields(LocalTraining)} - own
-    run = {f.name for f in fields(Settings)} - {"local"} - own
+    local = set(tables.settable_fields(LocalTraining)) - own
+    run = set(tables.settable_fields(Settings)) - {"local"} - own
     where = f"methods.{label}"
     for key in entry:
         if key not in own | local | run | {"local", *_HEAD_KEYS}:
@@ -512,9 +512,8 @@ def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -
     # table.
     given = {**_field_values(settings.local), **select_keys(local), **_get_section(entry, "local")}
     trained = tables.parse_settings(LocalTraining, given, where)
-    settings = tables.parse_settings(
-        Settings, {**_field_values(settings), **select_keys(run), "local": trained}, where
-    )
+    merged = {**_field_values(settings), **select_keys(run), "local": trained}
+    settings = tables.parse_settings(Settings, merged, where)
     if kind is None:
         rest = {key: value for key, value in entry.items() if key not in ("kind", "label", "paper")}
         return MethodConfig(label, registry.StoredMethod(head.kind, rest), settings, head.paper)
@@ -527,8 +526,8 @@ def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -
 
 def _option_names(method: type[Method]) -> set[str]:
     """The settings of a method, and the options of published code that its table may set as well."""
-    classes = method, registry.find_published(method) or method
-    return {f.name for one in classes for f in fields(one) if f.init}
+    published = registry.find_published(method) or method
+    return {*tables.settable_fields(method), *tables.settable_fields(published)}
 
 
 def _guess_own_keys(entry: Mapping[str, Any]) -> set[str]:
@@ -537,10 +536,12 @@ def _guess_own_keys(entry: Mapping[str, Any]) -> set[str]:
     These are the keys that neither [local] nor the study has as a setting, or whose value does not
     fit that setting.
     """
-    known = {
-        key: kind for kind in (LocalTraining, Settings) for key in (f.name for f in fields(kind))
-    }
-    known = {key: kind for key, kind in known.items() if key not in ADDED_FIELDS}
+    known: dict[str, type[Any]] = dict.fromkeys(
+        tables.settable_fields(LocalTraining), LocalTraining
+    )
+    known |= dict.fromkeys(tables.settable_fields(Settings), Settings)
+    for key in ADDED_FIELDS:
+        known.pop(key, None)
     own = set(entry) - set(known) - {"local", *_HEAD_KEYS}
     for key in set(entry) & set(known) - {"local"}:
         try:
@@ -562,37 +563,32 @@ def _make_method_table(entry: MethodConfig, study: Settings, decided: bool) -> d
     own = _option_names(type(method))
 
     def find_changes(mine: Any, theirs: Any) -> dict[str, Any]:
-        differs = {
-            name: value
-            for name, value in _field_values(mine).items()
-            if value != getattr(theirs, name)
-        }
-        # TOML has no null; this text stands for it.
-        return {name: tables.NONE if value is None else value for name, value in differs.items()}
+        changes = {}
+        for name, value in _field_values(mine).items():
+            if value != getattr(theirs, name):
+                # TOML has no null; this text stands for it.
+                changes[name] = tables.NONE if value is None else value
+        return changes
 
-    local, run = (
-        find_changes(entry.settings.local, study.local),
-        find_changes(entry.settings, study),
-    )
+    local = find_changes(entry.settings.local, study.local)
+    run = find_changes(entry.settings, study)
+    run.pop("local", None)
     # A method's field of the same name has the key, so the setting goes under `local`.
-    hidden = {name: value for name, value in local.items() if name in own}
-    said = {
-        name: value for name, value in {**run, **local}.items() if name not in {"local", *hidden}
-    }
+    hidden = {name: local.pop(name) for name in list(local) if name in own}
     kind, package = registry.name_of(type(method))
-    head = {
-        "kind": kind,
-        "label": entry.label,
-        **paper,
-        **({"package": package} if package else {}),
-    }
+    head = {"kind": kind, "label": entry.label, **paper}
+    if package:
+        head["package"] = package
     # Undecided, only a preset among these options makes a difference.
     published = registry.with_published_options(method)
     if decided or isinstance(published, tables.WithPresets):
         method = published
     own_said = tables.to_plain(method, decided=decided)
     # `head` comes first for the order of keys, and again so that no field replaces it.
-    return {**head, **own_said, **head, **said, **({"local": hidden} if hidden else {})}
+    table = {**head, **own_said, **head, **run, **local}
+    if hidden:
+        table["local"] = hidden
+    return table
 
 
 def apply_assignment(content: dict[str, Any], assignment: str) -> None:
@@ -616,12 +612,13 @@ def apply_assignment(content: dict[str, Any], assignment: str) -> None:
             f"--set got {assignment!r}; expected path=value, such as methods.dac.tau=30"
         )
     text, bare = json.dumps(value.strip(), ensure_ascii=False), path.strip()
-    # labels may have spaces and letters of any script
+    # Labels may have spaces and letters of any script, which TOML takes in quotes alone.
     if bare.startswith("methods.") and '"' not in bare:
-        bare = ".".join(
-            part if _BARE_KEY.fullmatch(part) else json.dumps(part, ensure_ascii=False)
-            for part in bare.split(".")
-        )
+        parts = bare.split(".")
+        for place, part in enumerate(parts):
+            if not _BARE_KEY.fullmatch(part):
+                parts[place] = json.dumps(part, ensure_ascii=False)
+        bare = ".".join(parts)
     # As it is; with the value as text; with a quoted path; with both.
     for line in (assignment, f"{path} = {text}", f"{bare} = {value}", f"{bare} = {text}"):
         try:
@@ -710,9 +707,7 @@ def _find_methods(methods: Sequence[dict[str, Any]], name: str) -> list[dict[str
     names = [(_entry_label(entry), str(entry.get("kind"))) for entry in methods]
     found = [methods[place] for place in match_methods(name, names)]
     if not found:
-        raise ConfigError(
-            describe_unknown("method of this study", name, {one for pair in names for one in pair})
-        )
+        raise ConfigError(describe_unknown("method of this study", name, set().union(*names)))
     return found
 
 

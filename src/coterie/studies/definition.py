@@ -23,7 +23,7 @@ LABEL = (
 )
 """What a label of a method may be: it names a folder. So does each part of a study's name."""
 _MAX_LABEL_BYTES = 200  # bytes
-# files of a study's folder
+# Files of a study's folder, where labels are folders.
 _RESERVED_NAMES = {"config.toml", "federation.json", "summary.json", "report.html", "b2sums"}
 
 
@@ -213,18 +213,14 @@ class StudyConfig(Configurable):
             return entry
 
         def scale_rounds(value: Any) -> dict[str, int]:
-            # A field counts rounds if that is a word of its name.
-            counts = {
-                f.name: getattr(value, f.name)
-                for f in fields(value)
-                if "rounds" in f.name.split("_")
-            }
-            # None and 0 stay as they are; every other number remains at least 1.
-            return {
-                name: max(1, round(n * self.scale))
-                for name, n in counts.items()
-                if isinstance(n, int) and n
-            }
+            scaled = {}
+            for item in fields(value):
+                number = getattr(value, item.name)
+                # A field counts rounds if that is a word of its name. None and 0 stay as they are;
+                # every other number remains at least 1.
+                if "rounds" in item.name.split("_") and isinstance(number, int) and number:
+                    scaled[item.name] = max(1, round(number * self.scale))
+            return scaled
 
         method = replace(entry.method, **scale_rounds(entry.method))  # type: ignore[type-var]
         patience = entry.settings.patience and max(1, round(entry.settings.patience * self.scale))
@@ -258,18 +254,18 @@ def make_study(
         'random'
     """
     settings = settings or Settings()
-    given = methods.values() if isinstance(methods, Mapping) else methods
+    given = list(methods.values()) if isinstance(methods, Mapping) else methods
     for method in given:
         if not isinstance(method, Method):
             raise ConfigError(
                 f"a method is {method!r}; expected a method, such as METHODS['dac'](num_peers=5)"
             )
-    labeled = (
-        methods if isinstance(methods, Mapping) else {method.kind: method for method in methods}
-    )
-    if len(labeled) < len(methods):
+    labels = list(methods) if isinstance(methods, Mapping) else [method.kind for method in given]
+    if len(set(labels)) < len(labels):
         raise ConfigError("two methods are of one kind; give each a label: {label: method, ...}")
-    entries = tuple(MethodConfig(label, method, settings) for label, method in labeled.items())
+    entries = []
+    for label, method in zip(labels, given, strict=True):
+        entries.append(MethodConfig(label, method, settings))
     if isinstance(seeds, int):
         seeds = range(seeds)
     if isinstance(model, str):
@@ -277,7 +273,7 @@ def make_study(
     return StudyConfig(
         name=name,
         data=data or DataConfig(dataset=OWN),
-        methods=entries,
+        methods=tuple(entries),
         seeds=tuple(seeds),
         model=model,
         settings=settings,

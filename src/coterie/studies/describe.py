@@ -93,13 +93,10 @@ def _sample_images(federation: Federation) -> list[list[str]]:
         held = (federation.split[rows] == TRAIN) | (federation.split[rows] == VALIDATION)
         x, y = federation.x[rows][held], federation.y[rows][held]
         noise = 0.0 if federation.noise is None else float(federation.noise[rows].max())
+        # Without classes all samples count as of one.
         places = _pick_samples(y if federation.classes else torch.zeros(len(y)))
-        out.append(
-            [
-                _encode_png(_add_noise(read_inputs(x[place]), noise, place, federation))
-                for place in places
-            ]
-        )
+        noisy = [_add_noise(read_inputs(x[place]), noise, place, federation) for place in places]
+        out.append(list(map(_encode_png, noisy)))
     return out
 
 
@@ -107,9 +104,9 @@ def _add_noise(image: Tensor, noise: float, place: int, federation: Federation) 
     """Return an image with one draw of its noise, as uint8 if it was uint8."""
     if not noise or image.dtype != torch.uint8:
         return image
-    deviation = torch.tensor(federation.std or (1.0,), dtype=torch.float64).reshape(
-        -1, *(1 for _ in image.shape[1:])
-    )
+    # One deviation a channel, for all places of it.
+    deviation = torch.tensor(federation.std or (1.0,), dtype=torch.float64)
+    deviation = deviation.reshape(-1, *[1] * (image.ndim - 1))
     # A draw that depends on the place alone: a description must not change between calls.
     normal = draw_gaussian(splitmix(torch.tensor([place + 1])), image.numel()).reshape(image.shape)
     # Noise is added to normalized inputs: its unit is a channel's deviation, of 255 in bytes.

@@ -32,7 +32,6 @@ from coterie.runtime.task import make_task
 from coterie.simulation.run import simulate
 from coterie.studies.definition import MethodConfig, StudyConfig
 
-FALSE_POSITIVES = 0.01
 _DRAWS = 200  # of the bootstrap
 # The mark of padding in `split`: such a sample is in no part of the run.
 _HELD_OUT = -1
@@ -95,10 +94,8 @@ def draw_halves(
     member = torch.zeros(runs, *train.shape, dtype=torch.bool)
     for row, client in enumerate(federation.ids.tolist()):
         # A stream for each client, so that its halves do not depend on who else is there.
-        places, stream = (
-            train[row].nonzero().flatten(),
-            rng.generator("leakage.draw_halves", client),
-        )
+        places = train[row].nonzero().flatten()
+        stream = rng.generator("leakage.draw_halves", client)
         for pair in range(runs // 2):
             order = places[torch.from_numpy(stream.permutation(len(places)))]
             member[2 * pair, row, order[: len(order) // 2]] = True
@@ -164,9 +161,8 @@ def _attack_method(
     epsilons, scores, losses, target = [], [], [], "published"
     for run in range(len(member)):
         notify(f"{entry.label}{'' if dp is None else ', private'}: run {run + 1} of {len(member)}")
-        split = federation.split.masked_fill(
-            (federation.split == SPLITS["train"]) & ~member[run], _HELD_OUT
-        )
+        left_out = (federation.split == SPLITS["train"]) & ~member[run]
+        split = federation.split.masked_fill(left_out, _HELD_OUT)
         ear = OverheardExchange(federation.ids, federation.population)
         # This audit measures what the warning is about.
         with warnings.catch_warnings():
@@ -181,18 +177,16 @@ def _attack_method(
                 exchange=ear,
             )
         tests = select_final_tests(done.metrics)
-        values = {
-            str(name): rows["value"].to_numpy(float)
-            for name, rows in tests.groupby("metric", observed=True)
-        }
+        values = {}
+        for name, rows in tests.groupby("metric", observed=True):
+            values[str(name)] = rows["value"].to_numpy(float)
         if EPSILON.name in values:
             # Taken out, so that epsilon is not chosen as the main metric.
             epsilons.append(float(values.pop(EPSILON.name).max()))
         scores.append(float(values[Metrics(REGISTRY).choose_main(values)].mean()))
-        rows = [
-            ear.published_models.get(client, done.params[row])
-            for row, client in enumerate(federation.ids.tolist())
-        ]
+        rows = []
+        for row, client in enumerate(federation.ids.tolist()):
+            rows.append(ear.published_models.get(client, done.params[row]))
         if not ear.published_models:
             target = "unpublished"
         elif any(len(row) != task.layout.size for row in rows):
@@ -235,11 +229,8 @@ def rate_attack(
         # A draw takes a sample with its values of all runs.
         every = [measure(values[:, draw].flatten(), member[:, draw].flatten()) for draw in draws]
         # The middle 95 % of the draws.
-        low, high = (
-            torch.tensor(every, dtype=torch.float64)
-            .quantile(torch.tensor([0.025, 0.975]).double())
-            .tolist()
-        )
+        ends = torch.tensor([0.025, 0.975]).double()
+        low, high = torch.tensor(every, dtype=torch.float64).quantile(ends).tolist()
         out |= {f"{name}_low": low, f"{name}_high": high}
     return out
 

@@ -438,9 +438,12 @@ def _take_equal_runs(plan: _PlanWork, jobs: Sequence[Job], store: RunStore) -> d
         if checkpoint.has_run(folder):
             continue
         run = plan.studies[job.point].select_run(job.label, job.seed)
-        found = store.find_equal_run(
-            run, folder, lambda job=job: plan.make_federation(job).compute_digest()
-        )
+
+        # A default binds the job of this turn.
+        def compute_digest(job: Job = job) -> str:
+            return plan.make_federation(job).compute_digest()
+
+        found = store.find_equal_run(run, folder, compute_digest)
         if found is not None:
             with suppress(FolderInUse):
                 take_run(found, folder, run)
@@ -453,16 +456,13 @@ def _is_complete(folder: Path) -> bool:
 
     Models that were deleted are written again as long as there is a checkpoint to do it from.
     """
-    kept = [
-        name
-        for name in (CONFIG, checkpoint.FILE, *models.list_files(folder))
-        if name == CONFIG or (folder / name).exists()
-    ]
-    if checkpoint.FILE in kept and _has_lost_models(folder):
+    listed = (checkpoint.FILE, *models.list_files(folder))
+    optional = [name for name in listed if (folder / name).exists()]
+    if checkpoint.FILE in optional and _has_lost_models(folder):
         return False
-    return checkpoint.is_finished(folder) and not any(
-        manifest.describe_fault(folder, name) for name in kept
-    )
+    if not checkpoint.is_finished(folder):
+        return False
+    return not any(manifest.describe_fault(folder, name) for name in (CONFIG, *optional))
 
 
 def _has_lost_models(folder: Path) -> bool:
@@ -538,7 +538,7 @@ def load_stored_study(folder: str | Path, *, to_run: bool = False) -> tuple[Stud
             is_label(path.name), f"{path}: the name of the folder", path.name, f"{LABEL}: rename it"
         )
     renamed = copy.copy(study)
-    # for reading results, any name of a folder is valid
+    # For reading results any name of a folder is valid, which `replace` would check.
     object.__setattr__(renamed, "name", path.name)
     return renamed, path.parent
 
@@ -624,6 +624,7 @@ def list_standings(study: StudyConfig, folder: Path) -> list[RunStatus]:
 
 def list_jobs(study: StudyConfig, point: str = "") -> list[Job]:
     """Return the runs of a study, seed by seed."""
+    # Seed by seed, since a process keeps the data of one seed alone.
     return [Job(entry.label, seed, point) for seed in study.seeds for entry in study.methods]
 
 
@@ -653,11 +654,10 @@ def _summarize_runs(study: StudyConfig, folder: Path) -> Study:
     content = summary.replace_nonfinite(summary.summarize_runs(runs, folder, problems))
     diverged = {}
     for run in runs:
-        lost = run.metrics.loc[
-            (run.metrics["metric"] == DIVERGED.name).to_numpy(), "client"
-        ].unique()
+        rows = (run.metrics["metric"] == DIVERGED.name).to_numpy()
+        lost = run.metrics.loc[rows, "client"].unique()
         if len(lost):
-            diverged[Job(run.label, run.seed)] = tuple(sorted(int(client) for client in lost))
+            diverged[Job(run.label, run.seed)] = tuple(sorted(map(int, lost)))
     server = any(stored_runs.find_declared_value(run, "server") for run in runs)
     return Study(
         folder, study, content, diverged, server, names=stored_runs.merge_client_names(runs)
@@ -666,12 +666,9 @@ def _summarize_runs(study: StudyConfig, folder: Path) -> Study:
 
 def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: bool) -> None:
     """Refuse to change an existing folder without permission, or one of another study."""
-    begun = [
-        path
-        for path in folder.glob("*")
-        if path.name != manifest.FILE and not path.name.startswith(".")
-    ]
-    if not begun:  # a process may have been killed before it wrote anything else
+    names = [path.name for path in folder.glob("*") if not path.name.startswith(".")]
+    # A process may have been killed before it wrote more than the manifest.
+    if not {*names} - {manifest.FILE}:
         return
     if not (folder / CONFIG).exists():
         raise RunExistsError(f"{folder} exists and is no study; choose another folder with --out")
@@ -690,9 +687,8 @@ def _check_same_settings(study: StudyConfig, folder: Path) -> None:
     for entry in study.methods:
         for seed in study.seeds:
             path = run_folder(folder, Job(entry.label, seed)) / CONFIG
-            if manifest.describe_fault(
-                path.parent, CONFIG
-            ):  # missing, or damaged: it is written again
+            # Missing or damaged: it is written again.
+            if manifest.describe_fault(path.parent, CONFIG):
                 continue
             # The settings can be compared without the code of the methods.
             try:
@@ -726,13 +722,11 @@ def _check_data(study: StudyConfig, folder: Path, first: Federation) -> None:
     """
     if not _describes_data(study, folder):
         return
-    described = json.loads((folder / stored_runs.FEDERATION).read_text(encoding="utf-8"))[
-        "fingerprint"
-    ]
-    if described != first.compute_fingerprint():
+    content = json.loads((folder / stored_runs.FEDERATION).read_text(encoding="utf-8"))
+    there, here = content["fingerprint"], first.compute_fingerprint()
+    if there != here:
         raise CheckpointError(
-            f"{folder} was run with other data (their fingerprint is {described} there and "
-            f"{first.compute_fingerprint()} "
+            f"{folder} was run with other data (their fingerprint is {there} there and {here} "
             "here); --overwrite starts again, --out keeps both"
         )
 
@@ -766,7 +760,7 @@ def _prepare_folder(
     study: StudyConfig, folder: Path, files: dict[str, str], *, resume: bool
 ) -> None:
     """Make the study's folder, with the study and the files that describe its data."""
-    # no other process may change the stored seeds between reading and writing
+    # No other process may change the stored seeds between reading and writing.
     with claim_folder(folder, wait=summary.STUDY_WAIT):
         other = (
             resume

@@ -56,6 +56,7 @@ class RunStore:
         recipe = _make_recipe(run)
         for found in self._list_candidates(folder):
             noted = checkpoint.load_provenance(found)
+            # The cheap checks first: the digest needs the data, and the last reads every file.
             if (
                 noted.get("done")
                 and _was_made_here(noted)
@@ -70,6 +71,7 @@ class RunStore:
         """Return the runs of the same label and seed, which their paths show."""
         if self._by_name is None:
             self._by_name = {}
+            # Sorted: of several equal runs the same one is taken every time.
             for path in sorted(self.out.rglob(f"seed-*/{checkpoint.PROVENANCE}")):
                 label, seed = path.parent.parts[-2:]
                 self._by_name.setdefault((label, seed), []).append(path.parent)

@@ -112,11 +112,11 @@ def expand_sweep(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfi
     axes = [_parse_axis(path, values) for path, values in study.sweep.items()]
     outer = [axis for axis in axes if axis.makes_studies]
     # Methods first: all studies of the sweep have the same ones.
-    content["methods"] = list(
-        _expand_methods(content["methods"], [axis for axis in axes if not axis.makes_studies])
-    )
+    inner = [axis for axis in axes if not axis.makes_studies]
+    content["methods"] = list(_expand_methods(content["methods"], inner))
     studies = []
     for point in _iterate_points(outer):
+        # A deep copy: a value that is set at one point must not reach the others.
         changed = copy.deepcopy(content)
         for axis, values in point:
             for path, value in zip(axis.paths, values, strict=True):
@@ -310,14 +310,13 @@ def _expand_methods(
                         # Without "methods" and the name of the method.
                         set_path(changed, path[2:] if path[0] == "methods" else path, value)
             if point:
-                changed["label"] = " ".join(
-                    [entry["label"], *(axis.format_tag(value) for axis, value in point)]
-                )
+                tags = [axis.format_tag(value) for axis, value in point]
+                changed["label"] = " ".join([entry["label"], *tags])
                 changed.pop("paper", None)  # the published row is of one setting
             yield changed
     for axis in axes:
         if axis.paths not in used:
-            names = {name for entry in entries for name in (entry["label"], entry["kind"])}
+            names = {entry["label"] for entry in entries} | {entry["kind"] for entry in entries}
             raise ConfigError(
                 describe_unknown("method of this study in sweep", axis.paths[0][1], names)
             )
@@ -330,8 +329,11 @@ def _list_paths_for(
     names = [(other["label"], other["kind"]) for other in entries]
     found = []
     for path in axis.paths:
-        if path[0] != "methods" or any(
-            entries[place] is entry for place in match_methods(path[1], names)
-        ):
+        # A setting outside the methods varies all of them.
+        reached = entries
+        if path[0] == "methods":
+            reached = [entries[place] for place in match_methods(path[1], names)]
+        # By identity: two entries may be equal.
+        if any(other is entry for other in reached):
             found.append(path)
     return found

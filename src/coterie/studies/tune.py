@@ -12,7 +12,7 @@ import math
 import tomllib
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +22,7 @@ import pandas as pd
 
 from coterie._util import manifest
 from coterie._util.files import check_file, prepare_file, write_atomically
+from coterie._util.settings import settable_fields
 from coterie._util.toml import parse_toml
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, describe_unknown, require
@@ -126,6 +127,7 @@ def _parse_values(text: str) -> list[Any]:
     bare = text.removeprefix("[").removesuffix("]")
     try:
         return parse_toml(f"v = [{bare}]")["v"]
+    # Words without quotes, as a shell leaves them, are texts.
     except tomllib.TOMLDecodeError:
         return [part.strip() for part in bare.split(",")]
 
@@ -394,21 +396,20 @@ def write_result(tuned: TuningResult, folder: str | Path) -> Path:
     A trial in which a client diverged has no value, and counts as tried.
     """
     path, trials_path = map(prepare_file, check_result_files(tuned.study, folder))
-    head = "".join(
-        f"# {one.label}: {', '.join(f'{k} = {v!r}' for k, v in one.point)} (validation "
-        f"{one.metric} {one.value:.6g})\n"
-        for one in tuned.choices
-        if one.point
-    )
+    head = ""
+    for one in tuned.choices:
+        if one.point:
+            chosen = ", ".join(f"{key} = {value!r}" for key, value in one.point)
+            head += f"# {one.label}: {chosen} (validation {one.metric} {one.value:.6g})\n"
     write_atomically(path, (head + config.format_study(tuned.study)).encode())
-    trials = [
-        {
-            "label": t.label, "seed": t.seed, "metric": t.metric,
-            "value": t.value if math.isfinite(t.value) else None, **dict(t.point),
-            **({} if t.rounds is None else {TRAINED: t.rounds}),
-        }
-        for t in tuned.trials
-    ]  # fmt: skip
+    trials = []
+    for trial in tuned.trials:
+        row = {"label": trial.label, "seed": trial.seed, "metric": trial.metric}
+        row["value"] = trial.value if math.isfinite(trial.value) else None
+        row |= dict(trial.point)
+        if trial.rounds is not None:
+            row[TRAINED] = trial.rounds
+        trials.append(row)
     write_atomically(trials_path, (json.dumps(trials, indent=1) + "\n").encode())
     return path
 
@@ -435,10 +436,8 @@ def _make_method_grid(
 ) -> dict[str, tuple[Any, ...]]:
     """Return the axes of one method; values given for it alone replace those for all methods."""
     entry = study.find_method(label)
-    own = {f.name for f in fields(entry.method) if f.init}
-    known = own | {
-        f.name for kind in (LocalTraining, Settings) for f in fields(kind) if f.name != "local"
-    }
+    training = {*settable_fields(LocalTraining), *settable_fields(Settings)} - {"local"}
+    known = set(settable_fields(type(entry.method))) | training
     axes: dict[str, tuple[Any, ...]] = {}
     # Values for one method come last, and replace those for all methods.
     for path, values in sorted(grid.items(), key=lambda item: item[0].startswith("methods.")):
@@ -474,10 +473,13 @@ def _rank_points(
     for trial in trials:
         values.setdefault(trial.point, []).append(trial.value)
     means = {point: float(np.mean(found)) for point, found in values.items()}
-    # The sort is stable. NaN counts as the worst, whatever the metric.
-    ranked = sorted(
-        means, key=lambda point: -sign * means[point] if math.isfinite(means[point]) else math.inf
-    )
+
+    def rate_point(point: Point) -> float:
+        # NaN counts as the worst, whatever the metric.
+        return -sign * means[point] if math.isfinite(means[point]) else math.inf
+
+    # The sort is stable: the first of equals comes first.
+    ranked = sorted(means, key=rate_point)
     if not math.isfinite(means[ranked[0]]):
         raise ConfigError(f"every setting tried for {label} diverged; try smaller learning rates")
     return [
@@ -491,9 +493,9 @@ def _rank_points(
 
 def _find_edge(values: Sequence[Any], chosen: Any) -> int:
     """Return -1 or 1 where a value is the smallest or largest of a numeric axis, else 0."""
-    if len(values) < 2 or not all(
-        isinstance(v, int | float) and not isinstance(v, bool) for v in values
-    ):
+    # A bool is an int too.
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(values) < 2 or len(numbers) < len(values):
         return 0
     return int(chosen == max(values)) - int(chosen == min(values))
 
