@@ -79,27 +79,23 @@ def audit_privacy(
 
     if out is not None:
         check_file(out)
-    # A folder of results has its resolved study, to which --set applies as to a file.
-    folder = Path(study).is_dir()
-    chosen = (
-        config.parse_study(
-            config.make_study_table(load_stored_study(study, to_run=True)[0]), set_ or ()
-        )
-        if folder
-        else None
-    )
-    chosen = chosen or config.load_study(study, set_ or ())
+    if Path(study).is_dir():
+        # A folder of results has its resolved study, to which --set applies as to a file.
+        stored = load_stored_study(study, to_run=True)[0]
+        chosen = config.parse_study(config.make_study_table(stored), set_ or ())
+    else:
+        chosen = config.load_study(study, set_ or ())
     private = None if noise is None else DPSGD(clip, noise, delta)
 
     def report_progress(text: str) -> None:
         if not quiet:
             typer.echo(text, err=True)
 
-    found = []
-    for one in leakage.audit_study(
-        chosen, shadows=shadows, private=private, data_dir=data_dir, notify=report_progress
-    ):
-        found.append(one)
+    found = list(
+        leakage.audit_study(
+            chosen, shadows=shadows, private=private, data_dir=data_dir, notify=report_progress
+        )
+    )
     content = {"study": chosen.name, "shadows": shadows, "attacks": leakage.make_table(found)}
     text = json.dumps(content, indent=1, ensure_ascii=False)
     if out is not None:

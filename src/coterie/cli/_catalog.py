@@ -93,14 +93,11 @@ def build_catalog() -> str:
     from coterie.studies import config
 
     entries = {kind: asdict(describe_method(kind, cls)) for kind, cls in METHODS.items()}
-    loaded = {name: config.load_study(name) for name in config.find_builtin_studies()}
-    sizes = {
-        name: (
-            f"{len(one.methods)} methods x {len(one.seeds)} seeds, {one.settings.rounds} rounds",
-            one.description,
-        )
-        for name, one in loaded.items()
-    }
+    sizes = {}
+    for name in config.find_builtin_studies():
+        one = config.load_study(name)
+        size = f"{len(one.methods)} methods x {len(one.seeds)} seeds, {one.settings.rounds} rounds"
+        sizes[name] = size, one.description
     return json.dumps({"methods": entries, "studies": sizes}, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -110,20 +107,17 @@ def list_parameters(cls: type[Any]) -> list[Parameter]:
     # From the base class to the subclass, which may describe a setting again.
     for base in reversed(cls.__mro__):
         texts |= parse_arguments(inspect.cleandoc(base.__doc__ or ""))
-    defaults = {
+    defaults = {}
+    for item in fields(cls):
+        defaults[item.name] = item.default
         # A factory is called: its default is the value, not the function.
-        f.name: f.default if f.default_factory is MISSING else f.default_factory()
-        for f in fields(cls)
-    }
-    return [
-        Parameter(
-            name,
-            describe_hint(hint),
-            REQUIRED if name in must else _format_default(defaults[name]),
-            texts.get(name, ""),
-        )
-        for name, hint in settable_fields(cls).items()
-    ]
+        if item.default_factory is not MISSING:
+            defaults[item.name] = item.default_factory()
+    found = []
+    for name, hint in settable_fields(cls).items():
+        default = REQUIRED if name in must else _format_default(defaults[name])
+        found.append(Parameter(name, describe_hint(hint), default, texts.get(name, "")))
+    return found
 
 
 def parse_arguments(doc: str) -> dict[str, str]:
@@ -138,7 +132,9 @@ def parse_arguments(doc: str) -> dict[str, str]:
     match = re.search(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", doc, re.MULTILINE)
     entries: dict[str, str] = {}
     names: list[str] = []
-    for line in inspect.cleandoc("\n" + match.group(1)).splitlines() if match else ():
+    section = match.group(1) if match else ""
+    # `cleandoc` leaves the first line out when it looks for the common indentation.
+    for line in inspect.cleandoc("\n" + section).splitlines():
         head = re.match(r"([\w, ]+): (.*)", line)
         # "name:" or "a, b:" without indentation begins an entry; `cleandoc` has removed the common
         # one.

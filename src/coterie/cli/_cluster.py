@@ -58,10 +58,14 @@ class RunLocation:
     def option_words(self) -> list[str]:
         """The options, to be given again; nothing for this machine."""
         # Only what differs from the defaults, so that the command stays short.
-        more = [] if self.blocks is None else ["--blocks", str(self.blocks)]
-        more += [] if self.gpus is None else ["--gpus", f"{self.gpus:g}"]
-        more += ["--cpus", str(self.cpus)] if self.cpus > 1 else []
-        return ["--on", self.on, *more] if self.on != "local" else more
+        words = [] if self.on == "local" else ["--on", self.on]
+        if self.blocks is not None:
+            words += ["--blocks", str(self.blocks)]
+        if self.gpus is not None:
+            words += ["--gpus", f"{self.gpus:g}"]
+        if self.cpus > 1:
+            words += ["--cpus", str(self.cpus)]
+        return words
 
     @contextmanager
     def open_executor(self, device: str, workers: int | None) -> Iterator[tuple[Any, int]]:
@@ -80,9 +84,8 @@ class RunLocation:
         from coterie.cluster import place
 
         # Blocks need Ray: without --on, a Ray on this machine.
-        found = place.parse_place(
-            "ray:local" if self.on == "local" and self.blocks is not None else self.on
-        )
+        needs_ray = self.on == "local" and self.blocks is not None
+        found = place.parse_place("ray:local" if needs_ray else self.on)
         if self.blocks is not None:
             if found.kind != "ray":
                 raise ConfigError(

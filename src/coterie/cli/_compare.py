@@ -119,32 +119,33 @@ def compare_studies(
     from coterie.results.equal_bytes import rank_at_equal_bytes
     from coterie.results.varied import tabulate_setting
 
+    found: list[Any] = []
+    shown: list[Any] = []
     notes: list[str] = []
     missing: list[str] = []
     if paper:
-        found = [comparing.compare_with_paper(comparing.load_result(folder)) for folder in folders]
-        shown = [table for one in found for table in _tables.build_paper_tables(one)]
-        notes = [note for one in found for note in (one.reference, *one.notes)]
-        missing = [note for one in found for note in one.missing]
+        for folder in folders:
+            one = comparing.compare_with_paper(comparing.load_result(folder))
+            found.append(one)
+            shown += _tables.build_paper_tables(one)
+            notes += [one.reference, *one.notes]
+            missing += one.missing
     elif setting is not None:
-        found = [tabulate_setting(folders, setting, metric=metric, cluster=cluster)]
-        shown, missing = [_tables.build_varied_table(one) for one in found], [*found[0].notes]
+        one = tabulate_setting(folders, setting, metric=metric, cluster=cluster)
+        found, shown, missing = [one], [_tables.build_varied_table(one)], list(one.notes)
     elif equal_bytes or at_bytes is not None:
-        found = [
-            # Megabytes of 1e6 bytes, as in all tables.
-            rank_at_equal_bytes(folder, None if at_bytes is None else 1e6 * at_bytes)
-            for folder in folders
-        ]
-        shown = [_tables.build_equal_bytes_table(one) for one in found]
-        missing = [note for one in found for note in one.describe_coverage()]
+        # Megabytes of 1e6 bytes, as in all tables.
+        budget = None if at_bytes is None else 1e6 * at_bytes
+        for folder in folders:
+            one = rank_at_equal_bytes(folder, budget)
+            found.append(one)
+            shown.append(_tables.build_equal_bytes_table(one))
+            missing += one.describe_coverage()
     else:
-        results, missing = comparing.restrict_to_common_seeds(
-            [comparing.load_result(folder) for folder in folders]
-        )
-        missing = [
-            *missing,
-            *(line for folder in folders for line in _describe_new_clients(folder)),
-        ]
+        loaded = [comparing.load_result(folder) for folder in folders]
+        results, missing = comparing.restrict_to_common_seeds(loaded)
+        for folder in folders:
+            missing += _describe_new_clients(folder)
         tried = conditions.count_tried_settings(tuned) if tuned is not None else None
         found = comparing.compare_in_pairs(
             results,
@@ -158,19 +159,18 @@ def compare_studies(
         shown = _tables.build_side_by_side(results, metric) if format_ is None else []
         for one in found:
             shown += _tables.build_study_tables(one, whole=format_ is not None)
-            notes += [note for note in one.verdicts if format_ is None]
+            notes += one.verdicts
         across = comparing.compare_each_two(
             results, metric=metric, baseline=baseline, cluster=cluster, share=test_share
         )
         for one in across:
             if one.metric is not None and one.pairs:
                 shown.append(_tables.build_pairs_table(one.pairs, one.metric))
-            notes += [note for note in one.notes if format_ is None]
+            notes += one.notes
         found = [*found, *across]
     if json_:
-        typer.echo(
-            json.dumps([comparing.to_json(one) for one in found], indent=1, ensure_ascii=False)
-        )
+        content = [comparing.to_json(one) for one in found]
+        typer.echo(json.dumps(content, indent=1, ensure_ascii=False))
         return
     if format_ is not None:
         # Notes go to standard error: standard output holds the table alone, to be redirected.

@@ -212,11 +212,9 @@ def collect_study_metrics(study: Study) -> Metrics:
 
 def format_number(metric: Metric, value: float, *, signed: bool = False) -> str:
     """Format a value in the unit of its heading."""
-    return (
-        metric.format_value(value, brief=True, signed=signed)
-        if np.isfinite(value)
-        else DIVERGED.title
-    )
+    if not np.isfinite(value):
+        return DIVERGED.title
+    return metric.format_value(value, brief=True, signed=signed)
 
 
 def _build_results_table(
@@ -299,10 +297,8 @@ def _build_gain_table(gains: dict[str, Any], metric: Metric, labels: Sequence[st
     for label in dict.fromkeys([*labels, *by_label]):
         if label in by_label:
             row = by_label[label]
-            mean, worst = (
-                _format_gain(metric, row, "mean"),
-                _format_gain(metric, row, "worst_tenth"),
-            )
+            mean = _format_gain(metric, row, "mean")
+            worst = _format_gain(metric, row, "worst_tenth")
             table.add_row(label, str(row["seeds"]), mean, worst, f"{100 * row['lost']:.0f} %")
     return Group(Text(title, style="italic"), table)
 
@@ -335,9 +331,9 @@ def print_round_results(study: Study, console: Console) -> None:
     if timed:
         console.print("\nTime to the baseline's best accuracy (TTA)", style="italic")
         console.print(_build_times_table(timed))
-        for text in dict.fromkeys(
-            f"{row['label']}: {row['reason']}" for row in timed if row["reason"]
-        ):
+        reasons = [f"{row['label']}: {row['reason']}" for row in timed if row["reason"]]
+        # Two metrics may have one reason.
+        for text in dict.fromkeys(reasons):
             console.print(text, markup=False, highlight=False)
     console.print("\nTotal participation, client-rounds of training a run", style="italic")
     console.print(_format_participation(study.summary.get("participation", ())))
@@ -381,11 +377,9 @@ def print_further_metrics(
 
 
 def _format_cell(metric: Metric, value: float | None) -> str:
-    return (
-        "undefined"
-        if value is None or math.isnan(value)
-        else metric.format_value(value, brief=True)
-    )
+    if value is None or math.isnan(value):
+        return "undefined"
+    return metric.format_value(value, brief=True)
 
 
 def _build_times_table(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -96,17 +96,8 @@ def export_models(
         raise ConfigError(
             f"this run has {len(clients)} clients: {few}; choose one with --client, or give --all"
         )
-    _write_models(
-        models,
-        clients,
-        _choose_files(models, clients, out, all_, FORMATS[chosen]),
-        chosen,
-        which,
-        run,
-        force,
-        adapter,
-        data,
-    )
+    files = _choose_files(models, clients, out, all_, FORMATS[chosen])
+    _write_models(models, clients, files, chosen, which, run, force, adapter, data)
     if adapter and all_ and models.fixed:
         from coterie.results.export import export_frozen
 
@@ -177,27 +168,26 @@ def _find_run_folder(folder: Path, method: str | None, seed: int | None) -> Path
     # A run's own folder, or one without any: loading it says what is missing.
     if (folder / models.FILE).exists() or not folder.is_dir() or checkpoint.has_run(folder):
         return folder
-    found = {
-        (path.parent.parent.name, path.parent.name): path.parent
-        for path in folder.glob(f"*/seed-*/{models.FILE}")
-    }
-    if not found:
+    runs = [path.parent for path in folder.glob(f"*/seed-*/{models.FILE}")]
+    if not runs:
         return folder  # which says what is missing
-    labels = sorted({label for label, _ in found})
+    labels = sorted({run.parent.name for run in runs})
     if method is not None and method not in labels:
         raise ConfigError(describe_unknown("method", method, labels))
-    kept = {key: path for key, path in found.items() if method in (None, key[0])}
-    kept = {key: path for key, path in kept.items() if seed is None or key[1] == f"seed-{seed}"}
+    kept = []
+    for run in runs:
+        if method in (None, run.parent.name) and (seed is None or run.name == f"seed-{seed}"):
+            kept.append(run)
     # None or several: a guess could export the wrong model.
     if len(kept) != 1:
-        seeds = sorted({int(name.removeprefix("seed-")) for _, name in found})
+        seeds = sorted({int(run.name.removeprefix("seed-")) for run in runs})
         said = ", ".join(map(str, seeds[:8])) + ", ..." * (len(seeds) > 8)
         raise ConfigError(
             f"{folder} has {len(kept) or 'no'} finished run{'s' * (len(kept) > 1)} that match; "
             "its methods are "
             f"{', '.join(labels)}, its seeds {said}: choose with --method and --seed"
         )
-    return next(iter(kept.values()))
+    return kept[0]
 
 
 def _find_study_name(run: Path) -> str:

@@ -321,10 +321,8 @@ def audit_logs(
                 _print_wrapped(f"WRONG  {text}")
         else:
             lost = auditor.count_lost(a, b)
-            rest = (
-                f"; {lost} messages that one of them sent, the other did not receive"
-                if lost
-                else ""
+            rest = f"; {lost} messages that one of them sent, the other did not receive" * bool(
+                lost
             )
             _print_wrapped(f"ok     {a.node} and {b.node} agree on what they sent each other{rest}")
     if contradictions or any(report.problems for report in reports):
@@ -342,12 +340,13 @@ def _print_audit(report: Any) -> None:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
     def format_amount(of: Mapping[Any, Any], size: int) -> str:
-        unit, by = next(
-            (u, b)
-            for u, b in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
-            if size >= b or b == 1
-        )
-        return f"{len(of)} ({size / by:.3g} {unit})" if of else "0"
+        if not of:
+            return "0"
+        unit, by = "B", 1.0
+        for larger, factor in (("kB", 1e3), ("MB", 1e6), ("GB", 1e9)):
+            if size >= factor:
+                unit, by = larger, factor
+        return f"{len(of)} ({size / by:.3g} {unit})"
 
     def format_counts(found: Mapping[str, int]) -> str:
         return ", ".join(f"{times} {reason}" for reason, times in sorted(found.items())) or "0"
@@ -365,14 +364,11 @@ def _print_audit(report: Any) -> None:
     rest = f", {report.unended} after an end that is not in the log" if report.unended else ""
     rest += f"; torn lines, removed and noted: {report.repaired}" if report.repaired else ""
     _print_wrapped(f"starts: {report.starts}{rest}", "  ")
-    versions, known = (
-        ", ".join(map(str, found)) for found in (report.rosters, sorted(report.confirmed))
-    )
-    trust = (
-        f"keys are those of the organizer's version {known}"
-        if known
-        else "keys are not verified: see --roster"
-    )
+    trust = "keys are not verified: see --roster"
+    if report.confirmed:
+        known = ", ".join(map(str, sorted(report.confirmed)))
+        trust = f"keys are those of the organizer's version {known}"
+    versions = ", ".join(map(str, report.rosters))
     _print_wrapped(f"versions of the roster: {versions or 'none'}; {trust}", "  ")
     _print_wrapped(f"met: {', '.join(sorted(report.members)) or 'nobody'}", "  ")
     _print_wrapped(f"last line: {report.head[0]}, {report.head[1]}", "  ")
@@ -380,14 +376,10 @@ def _print_audit(report: Any) -> None:
     for head in ("  member", "sent", "received", "declined", "missing", "refused"):
         table.add_column(head, overflow="fold")
     for name, of in sorted(report.traffic.items()):
-        sent, received = (
-            format_amount(of.sent, of.sent_bytes),
-            format_amount(of.received, of.received_bytes),
-        )
         table.add_row(
             f"  {name or 'unknown'}",
-            sent,
-            received,
+            format_amount(of.sent, of.sent_bytes),
+            format_amount(of.received, of.received_bytes),
             format_counts(of.declined),
             format_counts(of.missing),
             format_counts(of.refused),
@@ -574,6 +566,7 @@ def _check_model(model: str, data: str) -> None:
         federation, settings = build_federation(study.data, study.seeds[0]), study.settings
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reason of the engine says the same
+        # Training alone: what is compared here is the same under every method.
         task = make_task(federation, Local(), model, settings)
     typer.echo(f"{model}: {task.engine.reason}")
     found = check_translation(task, federation, settings.local, Rng(0))
@@ -650,10 +643,8 @@ def start_nodes(
     # The logs of the nodes have the errors themselves.
     if bad:
         raise TransportError(f"some nodes failed: {bad}")
-    typer.echo(
-        f"{len(files)} nodes finished: {', '.join(files)}"
-        + (f"; their logs are in {show_path(logs)}" if logs else "")
-    )
+    place = f"; their logs are in {show_path(logs)}" if logs else ""
+    typer.echo(f"{len(files)} nodes finished: {', '.join(files)}{place}")
 
 
 def _record_member(folder: Path, name: str, address: str) -> None:

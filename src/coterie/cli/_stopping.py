@@ -23,10 +23,9 @@ def explain_interruption(folder: Path, command: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         # Without the study's file there is nothing to continue.
-        there = (folder / CONFIG).exists()
-        text = (
-            f"stopped; continue with: {command}" if there else "stopped before anything was written"
-        )
+        text = "stopped before anything was written"
+        if (folder / CONFIG).exists():
+            text = f"stopped; continue with: {command}"
         typer.echo(f"\n{text}", err=True)
         raise
     except Exception as error:

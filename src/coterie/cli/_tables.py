@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from coterie.functional.metrics import REGISTRY, STD_OVER_CLUSTERS, Metric
@@ -169,16 +170,16 @@ def build_side_by_side(
     """
     known = results[0].known
     main = known[metric or results[0].main_metric]
-    further = [
-        one for one in known.values() if one.shown == "further" and one != main and metric is None
-    ]
+    shown = [main]
+    if metric is None:
+        shown += [one for one in known.values() if one.shown == "further" and one != main]
     # A metric that no study has gets no table.
-    there = {row["metric"] for result in results for row in result.rows}
-    return [_build_side_by_side(results, one) for one in (main, *further) if one.name in there]
+    there = {row["metric"] for row in chain.from_iterable(result.rows for result in results)}
+    return [_build_side_by_side(results, one) for one in shown if one.name in there]
 
 
 def _build_side_by_side(results: Sequence[StudyResult], metric: Metric) -> TextTable:
-    labels = list(dict.fromkeys(label for result in results for label in result.method_labels))
+    labels = list(dict.fromkeys(chain.from_iterable(result.method_labels for result in results)))
     leading = [find_leaders(result.rows, result.pairs, metric, "all") for result in results]
     rows, strong = [], set()
     for i, label in enumerate(labels):

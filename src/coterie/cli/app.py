@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -230,9 +230,8 @@ def list_methods(
         for kind in sorted({*known, *_find_plugin_methods(known)}):
             try:
                 method = known[kind] if kind in known else _describe_plugin_method(kind)
-            except (
-                ConfigError
-            ) as error:  # of another package: the rest of the list is wanted all the same
+            # Of another package: the rest of the list is wanted all the same.
+            except ConfigError as error:
                 console.print(f"[bold]{kind}[/bold]: {escape(str(error))}", highlight=False)
                 continue
             settings = ", ".join(f"{p.name} = {p.default}" for p in method.parameters)
@@ -257,13 +256,11 @@ def list_methods(
         console.print(f"\n{escape(reference)}", highlight=False)
 
 
-def _find_plugin_methods(known: Container[str]) -> set[str]:
+def _find_plugin_methods(known: Iterable[str]) -> set[str]:
     """Return the methods that installed packages offer; the packages are not imported."""
     from importlib.metadata import entry_points
 
-    return {
-        point.name for point in entry_points(group="coterie.methods") if point.name not in known
-    }
+    return {point.name for point in entry_points(group="coterie.methods")} - set(known)
 
 
 def _describe_plugin_method(kind: str) -> Any:
@@ -295,9 +292,8 @@ def list_studies(
         found = builtin_studies.find_builtin_studies(bases=not resolved)
         if name not in found:
             raise ConfigError(describe_unknown("study", name, found))
-        typer.echo(
-            _resolve_study(name) if resolved else found[name].read_text(encoding="utf-8"), nl=False
-        )
+        text = _resolve_study(name) if resolved else found[name].read_text(encoding="utf-8")
+        typer.echo(text, nl=False)
         return
     console = Console()
     for title, (size, description) in _catalog.load_studies().items():
@@ -509,11 +505,9 @@ def _exit_with_error(error: Exception) -> NoReturn:
     status, text = 2, str(error)
     if DiskFull.matches(error):
         status = NO_ROOM
-        text = (
-            text
-            if isinstance(error, DiskFull)
-            else f"cannot write: {describe_os_error(error)}; when there is room, start again"
-        )
+        # An error of the library says itself how to go on.
+        if not isinstance(error, DiskFull):
+            text = f"cannot write: {describe_os_error(error)}; when there is room, start again"
     # Before the cases of the system: the library's own errors can also be OSError or MemoryError.
     elif isinstance(error, CoterieError):
         pass
@@ -576,7 +570,7 @@ def main() -> NoReturn:
     """Run the command line."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one process per core; see simulation/workers.py
     warnings.formatwarning = _format_warning
-    # names may have letters that a terminal's encoding lacks
+    # Names may have letters that a terminal's encoding lacks.
     for stream in (sys.stdout, sys.stderr):
         # A stream that replaces the usual one, as in tests, may have no encoding to set.
         if isinstance(stream, io.TextIOWrapper):
@@ -586,7 +580,7 @@ def main() -> NoReturn:
         # Errors are raised here instead of printed by click, so that all have one form.
         status = app(standalone_mode=False)
     except _Usage as error:
-        # empty when a group of commands has shown its help
+        # Empty when a group of commands has shown its help.
         if text := error.format_message().rstrip("."):
             # A mistake behind a command is explained by the help of that command.
             context = getattr(error, "ctx", None)
