@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
+from itertools import product
 
 from coterie.errors import ConfigError, describe_unknown
 from coterie.functional.metrics import REGISTRY
@@ -30,13 +31,14 @@ _NETS = (
     "tinyimagenet-mobilenet",
     "tinyimagenet-resnet18",
 )
+_SPLITS = ("2-fold", "5-fold", "dirichlet")
 _SERVER_STUDIES = (
-    *(f"fedgwc/{data}-{shift}" for data in ("cifar10", "cifar100") for shift in _SHIFTS),
+    *(f"fedgwc/{data}-{shift}" for data, shift in product(("cifar10", "cifar100"), _SHIFTS)),
     *(
         f"fedgwc/{name}"
         for name in ("cifar100-dirichlet", "emnist-dirichlet", "landmarks", "inaturalist")
     ),
-    *(f"sosicfl/{net}-{split}" for net in _NETS for split in ("2-fold", "5-fold", "dirichlet")),
+    *(f"sosicfl/{net}-{split}" for net, split in product(_NETS, _SPLITS)),
 )
 
 EXPERIMENTS: dict[str, str] = {
@@ -70,9 +72,8 @@ _CLUSTERS: dict[str, str] = {
     "vehicles_n40": "labels 0-1,8-9",
     **{f"labels_{a}_{a + 1}": f"labels {a}-{a + 1}" for a in range(0, 10, 2)},
     **{
-        f"rot{a}{n}": f"rotation {a}"
-        for a in (0, 10, 90, 180, 270, 350)
-        for n in ("", "_n70", "_n20", "_n5")
+        f"rot{angle}{clients}": f"rotation {angle}"
+        for angle, clients in product((0, 10, 90, 180, 270, 350), ("", "_n70", "_n20", "_n5"))
     },
     "mnist": "mnist",
     "fashion_mnist": "fashion_mnist",
@@ -136,16 +137,11 @@ An entry has the place, the experiment, the row and the number in percent. The t
 printed first, so that a result is counted and judged once."""
 
 _NOTES: dict[str, tuple[str, ...]] = {
-    **{
-        f"sosicfl/tinyimagenet-{net}-{n}-fold": _FOLD_OF_TINY_IMAGENET
-        for net in ("mobilenet", "resnet18")
-        for n in (2, 5)
-    },
-    **{
-        f"fedgwc/cifar{n}-{d}": _DOMAINS
-        for n in (10, 100)
-        for d in ("clean-noise", "clean-blur", "clean-noise-blur")
-    },
+    **dict.fromkeys(
+        [name for name in _SERVER_STUDIES if "tinyimagenet" in name and name.endswith("-fold")],
+        _FOLD_OF_TINY_IMAGENET,
+    ),
+    **dict.fromkeys([name for name in _SERVER_STUDIES if "-clean-" in name], _DOMAINS),
     "sosicfl/cifar10-squeezenet-5-fold": (
         "FedProx, 29.81 globally, is far from FedAvg's 53.78: an outlier.",
     ),

@@ -482,13 +482,11 @@ def _rank_points(
     ranked = sorted(means, key=rate_point)
     if not math.isfinite(means[ranked[0]]):
         raise ConfigError(f"every setting tried for {label} diverged; try smaller learning rates")
-    return [
-        Choice(
-            label, point, metric, means[point],
-            tuple(key for key, value in point if _find_edge(axes[key], value)),
-        )
-        for point in ranked
-    ]  # fmt: skip
+    choices = []
+    for point in ranked:
+        edge = tuple(key for key, value in point if _find_edge(axes[key], value))
+        choices.append(Choice(label, point, metric, means[point], edge))
+    return choices
 
 
 def _find_edge(values: Sequence[Any], chosen: Any) -> int:
