@@ -8,7 +8,7 @@ its arguments.
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, TypeVar, final
 
@@ -85,10 +85,11 @@ def concatenate_rows(name: str, parts: Sequence[Tensor]) -> Tensor:
     """
     if name not in SLOT_FILLS or parts[0].ndim < 2:
         return torch.cat(list(parts))
-    width, fill = max(part.shape[1] for part in parts), SLOT_FILLS[name]
-    return torch.cat(
-        [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=fill) for part in parts]
-    )
+    width, padded = max(part.shape[1] for part in parts), []
+    for part in parts:
+        missing = (0, width - part.shape[1])
+        padded.append(torch.nn.functional.pad(part, missing, value=SLOT_FILLS[name]))
+    return torch.cat(padded)
 
 
 Order = Literal["exchange_first", "train_first"]
@@ -118,9 +119,8 @@ class State:
     def select_rows(self, rows: Int[Tensor, " rows"]) -> "State":
         """Return the state of some hosted clients."""
         # `shared` belongs to the server role and has no clients axis: it stays whole.
-        memory, moments = (
-            map_tensors(part, lambda t: t[rows]) for part in (self.memory, self.moments)
-        )
+        memory = map_tensors(self.memory, lambda t: t[rows])
+        moments = map_tensors(self.moments, lambda t: t[rows])
         return State(self.params[rows], memory, self.shared, moments)
 
     def replace_rows(self, rows: Int[Tensor, " rows"], new: "State") -> "State":
@@ -130,11 +130,8 @@ class State:
             # `rows` are indices on the CPU; the state may be on a device.
             return old.index_copy(0, rows.to(old.device), update)
 
-        own = ((self.memory, new.memory), (self.moments, new.moments))
-        parts = (
-            None if old is None else zip_tensors(old, update, place_rows) for old, update in own
-        )
-        memory, moments = parts
+        memory = zip_tensors(self.memory, new.memory, place_rows)
+        moments = zip_tensors(self.moments, new.moments, place_rows)
         return State(place_rows(self.params, new.params), memory, new.shared, moments)
 
 
@@ -142,22 +139,26 @@ def map_tensors(value: Any, function: Any) -> Any:
     """Apply a function to every tensor of a dataclass; None stays None."""
     if value is None:
         return None
-    return replace(
-        value, **{f.name: function(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    )
+    return _replace_tensors(value, map(function, list_tensors(value)))
 
 
 def list_tensors(value: Any) -> list[Tensor]:
     """Return the tensors of a dataclass; none of None."""
-    return [] if value is None else [getattr(value, f.name) for f in dataclasses.fields(value)]
+    if value is None:
+        return []
+    return [getattr(value, item.name) for item in dataclasses.fields(value)]
 
 
 def zip_tensors(a: Any, b: Any, function: Any) -> Any:
-    """Apply a function to the matching tensors of two dataclasses of one kind."""
-    return replace(
-        a,
-        **{f.name: function(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)},
-    )
+    """Apply a function to the matching tensors of two dataclasses; None stays None."""
+    if a is None:
+        return None
+    return _replace_tensors(a, map(function, list_tensors(a), list_tensors(b)))
+
+
+def _replace_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
+    names = [item.name for item in dataclasses.fields(value)]
+    return replace(value, **dict(zip(names, tensors, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,9 @@ class Round:
         """Return those of some clients: of a large population, all at once take much memory."""
         # Without a clients axis everybody reaches the same members: only a view is expanded, then
         # copied.
-        reachable = self.reachable if self.reachable.ndim == 1 else self.reachable[rows]
+        reachable = self.reachable
+        if reachable.ndim > 1:
+            reachable = reachable[rows]
         allowed = pages.copy(reachable.expand(len(rows), -1))
         # A client never reads itself.
         return allowed.scatter_(1, self.ids[rows, None], False)
@@ -490,10 +493,8 @@ class PeerMethod(Method):
             return False
         kept = [before.params, *list_tensors(before.memory), *list_tensors(mixed.memory)]
         # Two tensors share memory when their storages begin at the same address, views included.
-        return all(
-            mixed.params.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
-            for t in kept
-        )
+        used = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        return mixed.params.untyped_storage().data_ptr() not in used
 
     @final
     def train_locally(self, rnd: Round, state: State, in_place: bool = False) -> tuple[State, Info]:
@@ -550,22 +551,24 @@ def draw_peers_uniformly(
         allowed: which of its candidates each client may choose; all when None.
         purpose: names the stream.
     """
-    population, parts = rnd.task.population, []
+    population = rnd.task.population
     if population > LARGE_POPULATION:
         return _draw_peers_in_turn(rnd, count, allowed, purpose)
+    parts = []
     # clients x population at once would not fit the cache.
     for rows in torch.arange(len(rnd.ids)).split(ROWS_AT_ONCE):
-        choice = (
-            rnd.candidates_of(rows) if allowed is None else rnd.candidates_of(rows) & allowed[rows]
-        )
+        choice = rnd.candidates_of(rows)
+        if allowed is not None:
+            choice &= allowed[rows]
         draws = rnd.rng.pairs(purpose, rnd.ids[rows], population)
         # the smallest has the largest Gumbel
         parts.append(selection.sample_uniformly(draws.neg_(), count, choice))
-    return (
-        torch.cat(parts)
-        if parts
-        else torch.zeros(0, max(0, min(count, population - 1)), dtype=torch.int64)
-    )
+    return torch.cat(parts or [_no_peers(count, population)])
+
+
+def _no_peers(count: int, population: int) -> Int[Tensor, "0 peers"]:
+    """Return the peers of no clients, with as many slots as those of one have."""
+    return torch.zeros(0, max(0, min(count, population - 1)), dtype=torch.int64)
 
 
 def _draw_peers_in_turn(
@@ -579,11 +582,15 @@ def _draw_peers_in_turn(
     population, reachable = rnd.task.population, rnd.reachable.numpy()
     peers = np.full((len(rnd.ids), max(0, min(count, population - 1))), -1)
     # Counted once where all clients reach the same members; the client itself is subtracted below.
-    everywhere = np.count_nonzero(reachable) if reachable.ndim == 1 else 0
+    everywhere = np.count_nonzero(reachable)
     for row, client in enumerate(rnd.ids.tolist()):
-        fits = reachable if reachable.ndim == 1 else reachable[row]
-        fits = fits if allowed is None else fits & allowed[row].numpy()
-        known = everywhere if fits is reachable else np.count_nonzero(fits)
+        fits, known = reachable, everywhere
+        if fits.ndim > 1:
+            fits = fits[row]
+        if allowed is not None:
+            fits = fits & allowed[row].numpy()
+        if fits is not reachable:
+            known = np.count_nonzero(fits)
         number = known - int(fits[client])
         stream, wanted, found = rnd.rng.generator(purpose, client), min(peers.shape[1], number), []
         # Rejection is slow where a client wants more than a quarter of its choice, or may choose
@@ -637,11 +644,9 @@ def similarity_report(
             not measure it.
         probability: with which one draw of the client chose that peer; NaN where it is not known.
     """
-    return (
-        {"similarities": similarity, "probabilities": probability}
-        if rnd.record_similarities
-        else {}
-    )
+    if not rnd.record_similarities:
+        return {}
+    return {"similarities": similarity, "probabilities": probability}
 
 
 # ---------------------------------------------------------------- what a method returns
@@ -661,7 +666,9 @@ def check_returned_state(method: Method, name: str, found: Any, task: Task) -> S
     """
     who = f"{method.kind}: {name} returned"
     if not isinstance(found, State):
-        hint = ": is a `return` missing?" if found is None else ""
+        hint = ""
+        if found is None:
+            hint = ": is a `return` missing?"
         raise ConfigError(f"{who} {_describe_value(found)}; expected a State{hint}")
     rows, params = len(task), found.params
     shape = (rows, task.layout.size)
@@ -673,23 +680,23 @@ def check_returned_state(method: Method, name: str, found: Any, task: Task) -> S
             "client"
         )
     for part, owner in (("memory", found.memory), ("shared", found.shared)):
-        if owner is not None and (isinstance(owner, type) or not dataclasses.is_dataclass(owner)):
+        if owner is None:
+            continue
+        if isinstance(owner, type) or not dataclasses.is_dataclass(owner):
             raise ConfigError(
                 f"{who} a state whose {part} is {_describe_value(owner)}; expected a frozen "
                 "dataclass of tensors"
             )
-        for item in dataclasses.fields(owner) if owner is not None else ():
-            value = getattr(owner, item.name)
-            fits = isinstance(value, Tensor) and (
-                part == "shared" or (value.ndim > 0 and len(value) == rows)
-            )
-            wanted = (
-                f" with a row for each of the {rows} hosted clients" if part == "memory" else ""
-            )
+        for item in dataclasses.fields(owner):
+            value, wanted = getattr(owner, item.name), "a tensor"
+            fits = isinstance(value, Tensor)
+            # What the server role keeps has no axis of clients.
+            if part == "memory":
+                fits = fits and value.ndim > 0 and len(value) == rows
+                wanted = f"a tensor with a row for each of the {rows} hosted clients"
             if not fits:
                 raise ConfigError(
-                    f"{who} {part}.{item.name} as {_describe_value(value)}; expected a "
-                    f"tensor{wanted}"
+                    f"{who} {part}.{item.name} as {_describe_value(value)}; expected {wanted}"
                 )
     return found
 
@@ -697,11 +704,9 @@ def check_returned_state(method: Method, name: str, found: Any, task: Task) -> S
 def check_returned_round(method: Method, name: str, found: Any, task: Task) -> tuple[State, Info]:
     """Check the state and report that a method's function returned; see `check_returned_state`."""
     if not isinstance(found, tuple) or len(found) != 2:
-        hint = (
-            ": is a `return` missing?"
-            if found is None
-            else ", the second {} where nothing is reported"
-        )
+        hint = ", the second {} where nothing is reported"
+        if found is None:
+            hint = ": is a `return` missing?"
         raise ConfigError(
             f"{method.kind}: {name} returned {_describe_value(found)}; expected (state, info){hint}"
         )
@@ -725,7 +730,9 @@ def check_returned_round(method: Method, name: str, found: Any, task: Task) -> t
 def _describe_value(found: Any) -> str:
     if isinstance(found, Tensor):
         return f"{str(found.dtype).removeprefix('torch.')} of shape {tuple(found.shape)}"
-    return "None" if found is None else f"a {type(found).__name__}"
+    if found is None:
+        return "None"
+    return f"a {type(found).__name__}"
 
 
 # ---------------------------------------------------------------- custom rules
@@ -747,9 +754,8 @@ class ReadHistory:
     def new_history(clients: int, population: int) -> "ReadHistory":
         """Return the memory of clients that have read nobody."""
         # int32: two matrices of clients x population stay in memory for the whole run.
-        kinds = (torch.int32, torch.int32)
-        count, last = (pages.empty(clients, population, dtype=kind).zero_() for kind in kinds)
-        return ReadHistory(count, last.sub_(1))
+        count = pages.empty(clients, population, dtype=torch.int32).zero_()
+        return ReadHistory(count, pages.copy(count).sub_(1))
 
     def record_reads(self, inbox: Inbox, round: int) -> "ReadHistory":
         """Return the memory after a round."""
@@ -781,31 +787,32 @@ def choose_peers_by_rule(
         status: 2 where they have measured it, 1 where a peer has reported it, else 0.
     """
     what = f"selection {path!r}"
-    rule, population, parts = import_function(str(path), what), rnd.task.population, []
+    rule, population = import_function(str(path), what), rnd.task.population
+    chosen = []
     nothing = torch.zeros(population, dtype=torch.float64)
     # A rule sees one client at a time, so that it cannot use what another client knows.
     for row, client in enumerate(rnd.ids.tolist()):
-        told = nothing.to(torch.int8) if status is None else status[row]
+        source, alike = nothing, nothing
+        if status is not None:
+            source = status[row]
+        if similarity is not None:
+            alike = similarity[row]
         last = met.last[row].to(torch.int64)
         known = selection.PeerKnowledge(
             client=client,
             round=rnd.index,
             candidates=rnd.candidates_of(torch.tensor([row]))[0],
             # Copies: a rule that writes into its arguments must not change the method's memory.
-            similarity=nothing.clone() if similarity is None else similarity[row].clone(),
-            measured=told == 2,
-            reported=told == 1,
+            similarity=alike.clone(),
+            measured=source == 2,
+            reported=source == 1,
             count=met.count[row].to(torch.int64),
             age=torch.where(last < 0, -1, rnd.index - last),
             # The same noise as the built-in draws use: keyed by round, client and member.
             noise=rnd.rng.gumbel("peers", rnd.ids[row : row + 1], population)[0],
         )
-        parts.append(selection.select_by_rule(rule, known, count, what))
-    return (
-        torch.stack(parts)
-        if parts
-        else torch.zeros(0, max(0, min(count, population - 1)), dtype=torch.int64)
-    )
+        chosen.append(selection.select_by_rule(rule, known, count, what)[None])
+    return torch.cat(chosen or [_no_peers(count, population)])
 
 
 def merge_by_rule(
@@ -853,11 +860,9 @@ def merge_by_rule(
             alike = torch.cat([similarity[row, slots].max()[None], similarity[row, slots]]).to(own)
         received = aggregation.ReceivedModels(models, counts.to(own), alike, models[0].clone())
         merged = aggregation.merge_by_rule(rule, received, what)
-        out[row] = (
-            merged
-            if rnd.task.sharing.shares_all
-            else columns.replace_in(out[row : row + 1], merged[None])[0]
-        )
+        if not rnd.task.sharing.shares_all:
+            merged = columns.replace_in(out[row : row + 1], merged[None])[0]
+        out[row] = merged
     # A rule reports no weights: each merged model counts as 1.
     return replace(state, params=out), mixing_report(
         inbox, keep.double(), torch.ones(len(own), dtype=torch.float64)
@@ -883,7 +888,8 @@ def average_models(
     Returns:
         The new state, and what the record wants to know.
     """
-    keep = inbox.mask if keep is None else keep
+    if keep is None:
+        keep = inbox.mask
     if rule is not None:
         return merge_by_rule(rule, rnd, state, inbox, keep)
     weights, own_weight = aggregation.fedavg_weights(
@@ -910,9 +916,9 @@ def make_variant(
         defaults: by the name of the setting.
     """
     # A ClassVar annotation removes the field from the dataclass: a fixed value is no setting.
-    hints = {
-        item.name: ClassVar[item.type] if fixed else item.type for item in dataclasses.fields(base)
-    }
+    hints: dict[str, Any] = {item.name: item.type for item in dataclasses.fields(base)}
+    if fixed:
+        hints = {name: ClassVar[hint] for name, hint in hints.items()}
     settings = ", ".join(f"{key} = {value!r}" for key, value in defaults.items() if key in hints)
     body = {
         "__module__": base.__module__,

@@ -76,7 +76,9 @@ class Cfl(ServerMethod):
         """Return one cluster and no updates."""
         start = Averaging().init_clusters(task.draw_models(rng, 1), task.population, task.layout)
         # With full participation every update is there when a cluster is tested: none is stored.
-        width = task.sharing.compared.num_columns if self.participation == "partial" else 0
+        width = 0
+        if self.participation == "partial":
+            width = task.sharing.compared.num_columns
         last = torch.zeros(task.population, width, dtype=task.dtype, device=task.device)
         return CflClusters(
             start.models, start.velocity, start.label, last, torch.full((task.population,), -1)

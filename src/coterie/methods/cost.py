@@ -56,7 +56,9 @@ class CostSetting:
     @property
     def num_compared(self) -> int:
         """The numbers of a model in which similarities compare."""
-        return self.params if self.compared is None else self.compared
+        if self.compared is None:
+            return self.params
+        return self.compared
 
     @property
     def num_others(self) -> int:

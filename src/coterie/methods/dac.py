@@ -232,10 +232,10 @@ class PeerSimilarities:
         """Return a memory without similarities."""
         # 13 bytes for each pair of a client and a member: the largest part of the memory of a big
         # population.
-        kinds = (torch.float64, torch.int8, torch.int32)
-        similarity, status, count = (
-            pages.empty(len(origin), population, dtype=kind).zero_() for kind in kinds
-        )
+        shape = (len(origin), population)
+        similarity = pages.empty(*shape, dtype=torch.float64).zero_()
+        status = pages.empty(*shape, dtype=torch.int8).zero_()
+        count = pages.empty(*shape, dtype=torch.int32).zero_()
         return PeerSimilarities(similarity, status, count, origin)
 
     def select_rows(self, rows: slice) -> "PeerSimilarities":
@@ -262,7 +262,9 @@ class PeerSimilarities:
     def usable_members(self, *, drop_nonpositive: bool) -> Bool[Tensor, "clients population"]:
         """Return the members with a known similarity."""
         known = self.status > UNKNOWN
-        return known & (self.similarity > 0) if drop_nonpositive else known
+        if drop_nonpositive:
+            known &= self.similarity > 0
+        return known
 
     def scores_to_share(
         self, relay: str, *, drop_nonpositive: bool, dtype: torch.dtype
@@ -276,11 +278,9 @@ class PeerSimilarities:
         """
         # Written in place, a few rows at a time: temporaries of clients x population would leave
         # the cache.
-        clients, population = self.status.shape
-        values, known = (
-            pages.empty(clients, population, dtype=kind) for kind in (dtype, torch.bool)
-        )
-        for first in range(0, clients, ROWS_AT_ONCE):
+        values = pages.empty(*self.status.shape, dtype=dtype)
+        known = pages.empty(*self.status.shape, dtype=torch.bool)
+        for first in range(0, len(known), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             mine = self.select_rows(rows)
             shared = mine.usable_members(drop_nonpositive=drop_nonpositive)
@@ -302,20 +302,17 @@ class PeerSimilarities:
             fresh: change this memory instead of a copy, when nothing else refers to it.
         """
         # `count` and `origin` do not change here: they are shared with the old memory.
-        new = (
-            self
-            if fresh
-            else replace(
-                self, similarity=pages.copy(self.similarity), status=pages.copy(self.status)
-            )
-        )
+        new = self
+        if not fresh:
+            similarity, status = pages.copy(self.similarity), pages.copy(self.status)
+            new = replace(self, similarity=similarity, status=status)
         for first in range(0, len(ids), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
             # Views: what is written into `mine` below is written into `new`.
             mine, peers = new.select_rows(rows), relays.peers[rows]
-            preference = mine.similarity.gather(1, peers.clamp(min=0)) * (
-                1 if pick == "most" else -1
-            )
+            preference = mine.similarity.gather(1, peers.clamp(min=0))
+            if pick == "least":
+                preference = -preference
             # Unused slots were gathered from member 0: the mask removes them.
             heard = relays.mask[rows] & (peers >= 0)
             measured = mine.status == MEASURED
@@ -410,11 +407,9 @@ class Dac(PeerMethod):
     @property
     def privacy_leak(self) -> str:
         """See `Method.privacy_leak`."""
-        return (
-            "models are mixed by their losses on the training data"
-            if self.similarity == "inv_loss"
-            else ""
-        )
+        if self.similarity == "inv_loss":
+            return "models are mixed by their losses on the training data"
+        return ""
 
     @property
     def exchanges(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -428,7 +423,9 @@ class Dac(PeerMethod):
             # Differences between the first models hide those between the data.
             text = f"{self.kind}: {self.similarity} says little while clients start from different models (per_client)"
             warnings.warn(text, stacklevel=2)
-        columns = task.layout.trainable if apart and self.similarity == "cos_grad" else 0
+        columns = 0
+        if apart and self.similarity == "cos_grad":
+            columns = task.layout.trainable
         memory = PeerSimilarities.all_unknown(
             task.population, task.initial_models(rng)[:, :columns].clone()
         )
@@ -526,11 +523,14 @@ class Dac(PeerMethod):
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw peers by similarity, pull, measure, average, update the memory."""
         peers, prior = self.draw_peers(rnd, state.memory)
-        ask = push_and_measure if self.loss_direction == "push" else pull_and_measure
+        ask, drawn = pull_and_measure, prior
+        if self.loss_direction == "push":
+            ask = push_and_measure
+        if self.selection is not None:  # nobody knows how a custom rule draws
+            drawn = torch.full_like(prior, torch.nan)
         measured = ask(rnd, state, self.publish(rnd.task, state), peers, self.similarity, self.eps)
         inbox = measured.inbox
-        drawn = torch.full_like(prior, torch.nan) if self.selection is not None else prior
-        told = similarity_report(rnd, measured.similarity, drawn)
+        similarities = similarity_report(rnd, measured.similarity, drawn)
         # By this round's measurements, not by the memory.
         weighted = self.aggregation_weights(rnd, measured, prior)
         if weighted is None:
@@ -538,14 +538,14 @@ class Dac(PeerMethod):
                 self.aggregation, rnd, state, inbox, inbox.mask, measured.similarity
             )
             memory, cost = self.update_memory(rnd, state, measured)
-            return replace(merged, memory=memory), {**report, **cost, **told}
+            return replace(merged, memory=memory), {**report, **cost, **similarities}
         weights, own_weight = weighted
         mixed = inbox.mix(weights, own=state.params, own_weight=own_weight)
         memory, cost = self.update_memory(rnd, state, measured)
         return replace(state, params=mixed, memory=memory), {
             **mixing_report(inbox, weights, own_weight),
             **cost,
-            **told,
+            **similarities,
         }
 
     def aggregation_weights(
@@ -611,7 +611,7 @@ class Dac(PeerMethod):
         if isinstance(phase, str):
             return Cost()
         peers, size = min(self.num_peers, setting.num_others), setting.number_bytes
-        cost = cost_of_reading(setting, peers, scored=peers if self.similarity == "inv_loss" else 0)
+        cost = cost_of_reading(setting, peers, scored=peers * (self.similarity == "inv_loss"))
         if self.similarity == "cos_grad" and setting.start_apart:
             cost += Cost(extra_models=peers, bytes=peers * setting.num_compared * size)
         # a similarity for each member, and whether it counts
@@ -621,7 +621,7 @@ class Dac(PeerMethod):
         if self.loss_direction == "push":
             # The expected number of members that ask a client without being asked by it.
             pushed = peers * (1 - peers / max(1, setting.num_others))
-            beside = scores if self.shares_with_model else 0
+            with_model = scores * self.shares_with_model
             # A request is `num_peers` ids and the round, an answer a loss and a flag for each
             # member and the round; integers have 8 bytes.
             requests, answers = setting.num_others * (peers + 1) * 8, peers * (scores + 8)
@@ -629,7 +629,7 @@ class Dac(PeerMethod):
                 extra_models=pushed,
                 extra_floats=setting.num_others * peers + peers * setting.population,
                 messages=setting.num_others + peers,
-                bytes=pushed * ((setting.params + 1) * size + beside) + requests + answers,
+                bytes=pushed * ((setting.params + 1) * size + with_model) + requests + answers,
             )
         return cost
 

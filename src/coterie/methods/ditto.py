@@ -39,7 +39,9 @@ class PersonalModels(OneModel):
 
     def cost(self, setting: CostSetting, phase: Phase) -> Cost:
         """Fetch the server's model and send one; evaluating a personal model fetches nothing."""
-        return Cost() if isinstance(phase, str) else cost_of_moving(setting, 2)
+        if isinstance(phase, str):
+            return Cost()
+        return cost_of_moving(setting, 2)
 
 
 @final
@@ -94,7 +96,9 @@ class Ditto(PersonalModels):
         """Train the global model, then the personal one near the global model that was received."""
         trained, info = super().local_update(rnd, state, reply)
         # The same purpose draws the same batches.
-        purpose = "batches" if self.interleaved else "batches.personal"
+        purpose = "batches.personal"
+        if self.interleaved:
+            purpose = "batches"
         local = personal_training(rnd.local, self.personal_epochs, self.personal_steps)
         personal, more = rnd.train(
             # `trained` carries the new state of the run; the anchor is the model as received, not

@@ -110,7 +110,9 @@ class FedGwc(ServerMethod):
         """That of the aggregator."""
         if self.aggregator == "fedavgm":
             return Averaging("samples", self.momentum)
-        return Averaging("uniform" if self.aggregator == "fairavg" else "samples")
+        if self.aggregator == "fairavg":
+            return Averaging("uniform")
+        return Averaging("samples")
 
     @property
     def privacy_leak(self) -> str:
@@ -119,15 +121,11 @@ class FedGwc(ServerMethod):
 
     def init_server_state(self, task: Task, rng: Rng) -> FedGwcClusters:
         """Return one cluster whose members have not met."""
-        begin, size = (
-            self.averaging.init_clusters(task.draw_models(rng, 1), task.population, task.layout),
-            task.population,
-        )
+        size = task.population
+        begin = self.averaging.init_clusters(task.draw_models(rng, 1), size, task.layout)
         matrix = torch.zeros(size, size, dtype=torch.float64)
-        pairs, never = (
-            torch.zeros(size, size, dtype=torch.int32),
-            torch.zeros(size, dtype=torch.int64),
-        )
+        pairs = torch.zeros(size, size, dtype=torch.int32)
+        never = torch.zeros(size, dtype=torch.int64)
         # A running mean of 1 is far above `eps`: a new cluster has not settled.
         one = torch.ones(1, dtype=torch.float64)
         return FedGwcClusters(
@@ -143,7 +141,9 @@ class FedGwc(ServerMethod):
     def publish(self, rnd: Round, state: State, info: Info) -> Message:
         """Send the losses of the first steps, padded with NaN to a length all clients share."""
         losses = info["losses"]
-        width = self.trace if rnd.local.steps is None else rnd.local.steps
+        width = rnd.local.steps
+        if width is None:
+            width = self.trace
         padded = losses.new_full((len(losses), width), torch.nan)
         # Clients with fewer steps keep NaN behind their last loss.
         padded[:, : losses.shape[1]] = losses[:, :width]
@@ -239,16 +239,14 @@ class FedGwc(ServerMethod):
         change = (matrix - shared.matrix).square().sum() / width**2
         mse, patience = shared.mse.clone(), shared.patience.clone()
         mse[cluster] = (1 - alpha) * mse[cluster] + alpha * change
-        patience[cluster] = patience[cluster] + 1 if mse[cluster] < self.eps else 0
+        patience[cluster] = (patience[cluster] + 1) * (mse[cluster] < self.eps)
         shared = replace(shared, matrix=matrix, mse=mse, patience=patience)
         # K_c / |P|, rounded half up: so many rounds until each member has taken part once on
         # average.
         needed = self.patience or max(1, int(size / len(ids) + 0.5))
-        return (
-            self._try_split(context, shared, cluster, len(ids))
-            if patience[cluster] >= needed
-            else shared
-        )
+        if patience[cluster] < needed:
+            return shared
+        return self._try_split(context, shared, cluster, len(ids))
 
     def _step_size(self, index: int, cohort: int, size: int) -> float:
         """Return the step of the running means in a round, for a cluster with so many members."""
@@ -303,7 +301,9 @@ class FedGwc(ServerMethod):
         mse, patience = shared.mse.clone(), shared.patience.clone()
         mse[cluster], patience[cluster] = 1.0, 0
         shared = replace(shared, mse=mse, patience=patience)
-        return shared if label is None else _split_cluster(shared, cluster, members, label)
+        if label is None:
+            return shared
+        return _split_cluster(shared, cluster, members, label)
 
 
 def _split_cluster(
@@ -317,8 +317,11 @@ def _split_cluster(
     def append_children(value: Tensor) -> Tensor:
         return torch.cat([value, value[cluster].expand(children, *value.shape[1:])])
 
-    kept: dict[str, Any] = {
-        name: append_children(getattr(shared, name))
-        for name in ("models", "velocity", "mse", "patience")
-    }
-    return replace(shared, label=shared.label.index_copy(0, members, number), **kept)
+    return replace(
+        shared,
+        label=shared.label.index_copy(0, members, number),
+        models=append_children(shared.models),
+        velocity=append_children(shared.velocity),
+        mse=append_children(shared.mse),
+        patience=append_children(shared.patience),
+    )

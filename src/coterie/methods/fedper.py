@@ -5,6 +5,7 @@ DFedAlt is FedRep between peers, without a server.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import ClassVar, final
 
 from coterie._util.settings import CustomFunction, NonNegativeInt
@@ -21,7 +22,7 @@ from coterie.models.part import match_patterns
 def head_tensors(layout: Layout, layers: int) -> tuple[str, ...]:
     """Return the tensors of the last layers with trained parameters, with running statistics."""
     found = list(layout.layer_tensors().values())
-    return tuple(name for names in found[len(found) - layers :] for name in names) if layers else ()
+    return tuple(chain.from_iterable(found[len(found) - layers :]))
 
 
 def train_alternately(

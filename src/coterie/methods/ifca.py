@@ -101,7 +101,9 @@ class Ifca(ServerMethod):
     def init_server_state(self, task: Task, rng: Rng) -> IfcaModels:
         """Return independently drawn models."""
         # All candidate sets in one matrix: set by set, cluster by cluster.
-        count = self.clusters * (self.candidates if self.start == "resample" else 1)
+        count = self.clusters
+        if self.start == "resample":
+            count *= self.candidates
         return IfcaModels(task.draw_models(rng, count, different=True))
 
     def enroll(self, rnd: Round, state: State) -> State:
@@ -146,7 +148,8 @@ class Ifca(ServerMethod):
         label, samples = message.fields["label"], message.fields["samples"]
         old, groups = shared.models, torch.bincount(label, minlength=self.clusters)
         # A mean of one model is that model: other clients would receive a client's own model.
-        for cluster in (groups == 1).nonzero().flatten().tolist() if self.min_group == 1 else ():
+        lone = (groups == 1) & (self.min_group == 1)
+        for cluster in lone.nonzero().flatten().tolist():
             logger.info(
                 "cluster %d has a single client in round %d: its model is that client's",
                 cluster,
@@ -174,9 +177,10 @@ class Ifca(ServerMethod):
         """Receive the models, take the best, train it, send it with the choice."""
         request = model_request(state)
         grouped = self.start == "random_groups" and rnd.index < self.group_rounds
-        shared, offer = self.ask_server(
-            rnd, self.reply, request, state.shared, ReplyForm(1 if grouped else self.clusters)
-        )
+        form = ReplyForm(self.clusters)
+        if grouped:
+            form = ReplyForm(1)
+        shared, offer = self.ask_server(rnd, self.reply, request, state.shared, form)
         label, model = choose_cluster(rnd.task, offer)
         start = rnd.task.apply_buffer_policy(state.params, model)
         new, info = self.local_update(rnd, replace(state, params=start), offer)
@@ -215,7 +219,7 @@ class Ifca(ServerMethod):
         fetched = cost_of_moving(setting, self.clusters)
         if phase == "evaluate":
             return fetched
-        scored = self.clusters if self.clusters > 1 else 0
+        scored = self.clusters * (self.clusters > 1)  # a single model is taken unseen
         return fetched + cost_of_moving(setting, 1) + Cost(passes=scored * setting.samples)
 
 
@@ -254,7 +258,9 @@ def _choose_candidates(
     label = message.fields["label"]
     # [clusters, candidate sets]: the share of the least attractive cluster of each set.
     attracted = torch.stack([(label == c).float().mean(0) for c in range(method.clusters)]).amin(0)
-    good = (attracted >= method.resample_share).nonzero().flatten()
-    chosen = int(good[0]) if len(good) else int(attracted.argmax())
+    good = attracted >= method.resample_share
+    chosen = int(attracted.argmax())
+    if bool(good.any()):
+        chosen = int(good.nonzero()[0])
     sets = shared.models.reshape(method.candidates, method.clusters, -1)
     return IfcaModels(sets[chosen].clone()), empty_reply(message)

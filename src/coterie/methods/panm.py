@@ -109,11 +109,12 @@ class Panm(PeerMethod):
     def publish(self, task: Task, state: State, exchange: int = 0) -> Message:
         """Publish the model, and in the first exchange what the score needs with it."""
         fields = {"samples": task.num_samples}
-        extras = {"update": state.memory.update, "origin": state.memory.origin}
         # The second exchange only averages: it needs no update and no first model.
-        for name, value in extras.items() if exchange == 0 else ():
-            if value.shape[1]:
-                fields[name] = task.sharing.compared.select_from(value)
+        if exchange == 0:
+            for name in ("update", "origin"):
+                value = getattr(state.memory, name)
+                if value.shape[1]:
+                    fields[name] = task.sharing.compared.select_from(value)
         return Message(state.params, fields)
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
@@ -172,11 +173,9 @@ class Panm(PeerMethod):
         report = mixing_report(scored, parts[0], own_weight)
         # Entries of slots are joined along the slots; `own_weight` has no slots and is reported
         # once.
-        report |= {
-            n: torch.cat([report[n], v], dim=1)
-            for n, v in mixing_report(rest, parts[1], own_weight).items()
-            if v.ndim > 1
-        }
+        for name, value in mixing_report(rest, parts[1], own_weight).items():
+            if value.ndim > 1:
+                report[name] = torch.cat([report[name], value], dim=1)
         if rnd.record_similarities:
             unscored = torch.full(missing.shape, torch.nan, dtype=torch.float64)
             drawn = self._draw_probabilities(
@@ -198,13 +197,14 @@ class Panm(PeerMethod):
             early: whether it is a round of stage one.
         """
         # A uniform draw among n members chooses each with probability 1 / n.
-        inside, outside, then = (rnd.candidates & bag for bag in (bags[0], ~bags[0], bags[1]))
-        sizes = [one.sum(1, keepdim=True).double() for one in (inside, outside, then)]
+        found = []
+        for bag, part in zip((bags[0], ~bags[0], bags[1]), slots, strict=True):
+            size = (rnd.candidates & bag).sum(1, keepdim=True).double()
+            found.append((1 / size).expand(part.shape))
         # Neighbors of stage one are kept, not drawn.
-        sizes[0] = torch.ones_like(sizes[0]) if early else sizes[0]
-        return torch.cat(
-            [(1 / size).expand(part.shape) for size, part in zip(sizes, slots, strict=True)], dim=1
-        )
+        if early:
+            found[0] = torch.ones_like(found[0])
+        return torch.cat(found, dim=1)
 
     def choose_peers_to_score(
         self, rnd: Round, memory: PanmMemory, early: bool, due: bool
@@ -223,7 +223,7 @@ class Panm(PeerMethod):
         number, bag = round + 1, max(1, setting.num_cluster_peers)
         if number <= self.stage_one_rounds:
             # Round 1 has no neighbors yet.
-            neighbors = 0 if number == 1 else min(self.num_peers, setting.num_others)
+            neighbors = min(self.num_peers, setting.num_others) * (number > 1)
             return neighbors + min(self.num_candidates, setting.num_others - neighbors), 0.0
         mixed = min(self.num_peers, bag)
         if number % self.interval:
@@ -288,9 +288,9 @@ class PanmGrad(Panm):
         if isinstance(phase, str):
             return Cost()
         scored, rest = self.count_reads(setting, phase)
-        beside = scored * ((self.alpha > 0) + (self.alpha < 1 and setting.start_apart))
+        updates = scored * ((self.alpha > 0) + (self.alpha < 1 and setting.start_apart))
         extra = Cost(
-            extra_models=beside, bytes=beside * setting.num_compared * setting.number_bytes
+            extra_models=updates, bytes=updates * setting.num_compared * setting.number_bytes
         )
         return cost_of_reading(setting, scored + rest) + extra
 
@@ -323,7 +323,9 @@ class PanmLoss(Panm):
     ) -> tuple[Float[Tensor, "clients peers"], Info]:
         """Evaluate the received models on the client's training data."""
         loss = rnd.task.score(inbox).cpu().double()
-        value = similarity.invert_cost(loss, self.eps) if self.transform == "inverse" else -loss
+        value = -loss
+        if self.transform == "inverse":
+            value = similarity.invert_cost(loss, self.eps)
         return value, {"passes": inbox.mask.sum(1) * rnd.task.count_samples("train")}
 
     def cost(self, setting: CostSetting, phase: Phase) -> Cost:

@@ -79,7 +79,9 @@ class Pens(PeerMethod):
     def min_times_kept(self, population: int) -> float:
         r"""Return the threshold $\theta$ for a population of that size."""
         # The mean number of times that chance alone would keep a peer.
-        chances = population if self.threshold == "dac_repo" else max(1, population - 1)
+        chances = max(1, population - 1)
+        if self.threshold == "dac_repo":  # which counts the client itself
+            chances = population
         return self.num_kept * self.stage_one_rounds / chances - (self.threshold == "pens_repo")
 
     def find_neighbors(

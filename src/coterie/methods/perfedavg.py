@@ -75,9 +75,8 @@ class PerFedAvg(OneModel):
             # $u = \nabla f(\tilde w; D')$
             slope = second.compute_gradient(adapted, step)
             if third is not None:
-                ahead, behind = (
-                    self._move_along(params, slope, sign * self.delta) for sign in (1, -1)
-                )
+                ahead = self._move_along(params, slope, self.delta)
+                behind = self._move_along(params, slope, -self.delta)
                 # $\nabla^2 f(w; D'')\, u$ by a central difference.
                 product = (
                     third.compute_gradient(ahead, step)
@@ -108,13 +107,11 @@ class PerFedAvg(OneModel):
     ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the shared model and adapt it to each client's training data."""
         shared, info = super().serving_model(rnd, state)
-        size = (
+        size = self.adapt_batch_size
+        if size is None:
             # A batch as large as the largest client holds all samples of each: nothing is left to
             # draw.
-            max(1, int(rnd.task.num_samples.max()))
-            if self.adapt_batch_size is None
-            else self.adapt_batch_size
-        )
+            size = max(1, int(rnd.task.num_samples.max()))
         local = LocalTraining(
             steps=self.adapt_steps, batch_size=size, optimizer="sgd", lr=self.alpha
         )

@@ -48,13 +48,13 @@ class Pooled(Method):
             state.params[:1], rnd.rng, rnd.local, optimizer=state.moments
         )
         everybody = len(rnd.ids)
-        told = {name: value.expand(everybody, *value.shape[1:]) for name, value in info.items()}
+        shared = {name: value.expand(everybody, *value.shape[1:]) for name, value in info.items()}
         # Each client counts its share of the samples, so that their sum is the pool's.
         samples = (
             info["train_samples"] * rnd.task.num_samples.double() / rnd.task.num_pooled_samples
         )
         params = model.expand(everybody, -1).clone()
         return replace(state, params=params, moments=moments), {
-            **told,
+            **shared,
             "train_samples": samples.long(),
         }

@@ -38,9 +38,9 @@ class Gossip(PeerMethod):
 
     def init_memory(self, task: Task, rng: Rng) -> ReadHistory | None:
         """Remember who was read, for a rule."""
-        return (
-            None if self.selection is None else ReadHistory.new_history(len(task), task.population)
-        )
+        if self.selection is None:
+            return None
+        return ReadHistory.new_history(len(task), task.population)
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw, pull, average."""

@@ -106,9 +106,10 @@ def resolve_class(
     wider = [key for key in table if key in own and own[key] != more[key]]
     # Needed where an extra option is off its default, or a common one has a value that only the
     # published class accepts.
-    needed = any(value != getattr(published, key) for key, value in extra.items()) or any(
-        accepts(table[key], more[key]) and not accepts(table[key], own[key]) for key in wider
-    )
+    needed = [key for key, value in extra.items() if value != getattr(published, key)]
+    for key in wider:
+        if accepts(table[key], more[key]) and not accepts(table[key], own[key]):
+            needed.append(key)
     if needed:
         return published, dict(table)
     return method, {key: value for key, value in table.items() if key not in extra}
@@ -168,11 +169,15 @@ def name_of(method: type[Method]) -> tuple[str, str]:
     if [point.value for point in offers] != [path]:
         return path, ""
     dist = offers[0].dist
-    return method.kind, "" if dist is None else f"{dist.name}=={dist.version}"
+    if dist is None:
+        return method.kind, ""
+    return method.kind, f"{dist.name}=={dist.version}"
 
 
 def _describe_origin(point: EntryPoint) -> str:
-    return f"{point.dist.name} ({point.value})" if point.dist is not None else point.value
+    if point.dist is None:
+        return point.value
+    return f"{point.dist.name} ({point.value})"
 
 
 def _import_method(path: str, what: str, package: str) -> type[Method]:

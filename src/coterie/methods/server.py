@@ -68,7 +68,9 @@ class ServerContext:
     @property
     def min_updates(self) -> int:
         """The least number of updates that are averaged."""
-        return min(MIN_UPDATES, self.population if self.cohort is None else self.cohort)
+        if self.cohort is None:
+            return min(MIN_UPDATES, self.population)
+        return min(MIN_UPDATES, self.cohort)
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,8 @@ class Averaging:
     ) -> Clusters:
         """Return clusters of which everybody is in the first."""
         # Without momentum no columns: nothing is kept in memory and in checkpoints.
-        velocity = torch.zeros(
-            len(models), 0 if self.is_plain_mean else layout.trainable, dtype=torch.float64
-        )
+        columns = layout.trainable * (not self.is_plain_mean)
+        velocity = torch.zeros(len(models), columns, dtype=torch.float64)
         return Clusters(
             models, velocity.to(models.device), torch.zeros(population, dtype=torch.int64)
         )
@@ -124,7 +125,9 @@ class Averaging:
     def client_weights(self, message: Message) -> Float[Tensor, " clients"]:
         """Return the weight of each row of a message."""
         samples = message.fields["samples"]
-        return samples if self.weights == "samples" else torch.ones_like(samples)
+        if self.weights == "samples":
+            return samples
+        return torch.ones_like(samples)
 
     def update_models(
         self, shared: Any, message: Message, label: Int[Tensor, " clients"], least: int | Tensor
@@ -277,7 +280,9 @@ class ServerMethod(Method):
         Between machines an answer of another form is refused. None: nothing is known of the form,
         and a node checks only that the parts of an answer fit each other.
         """
-        return ReplyForm(1) if type(self).reply is ServerMethod.reply else None
+        if type(self).reply is not ServerMethod.reply:
+            return None
+        return ReplyForm(1)
 
     def ask_server(
         self,
@@ -351,7 +356,9 @@ class ServerMethod(Method):
         shared: Any,
     ) -> Info:
         """Return the round's optional reports, where the whole cohort and the server are."""
-        return gradient_variance_report(rnd, start, params) if sees_whole_cohort(rnd) else {}
+        if not sees_whole_cohort(rnd):
+            return {}
+        return gradient_variance_report(rnd, start, params)
 
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Ask for a model, train it, send it."""
@@ -396,7 +403,9 @@ class ServerMethod(Method):
         """Fetch the newest model, to train or to measure it; in a round, send a model too."""
         if phase == "enroll":
             return Cost()
-        return cost_of_moving(setting, 1 if phase == "evaluate" else 2)
+        if phase == "evaluate":
+            return cost_of_moving(setting, 1)
+        return cost_of_moving(setting, 2)
 
 
 def extend_labels(
@@ -417,11 +426,9 @@ def clear_home_columns(task: Task, shared: Any) -> Any:
     def clear_columns(value: Tensor) -> Tensor:
         # A state's fields have no tags: a floating-point matrix as wide as a model holds models.
         model = value.ndim == 2 and value.shape[1] == task.layout.size and value.is_floating_point()
-        return (
-            task.sharing.shared.expand_to_rows(task.sharing.shared.select_from(value))
-            if model
-            else value
-        )
+        if not model:
+            return value
+        return task.sharing.shared.expand_to_rows(task.sharing.shared.select_from(value))
 
     return map_tensors(shared, clear_columns)
 
@@ -471,15 +478,14 @@ def gradient_variance_report(
         return {}
     layout, updates, found, gather = rnd.task.layout, params - start, {}, find_gather(rnd.exchange)
     for name in asked:
-        stacked = name == metrics.GRADIENT_VARIANCE.name
-        last = (
-            # All endpoints as they lie in the row, or their mean as one layer.
-            updates[:, last_layer_mask(layout).to(params.device)]
-            if stacked
-            else compose_last_layer(layout, updates)
-        )
+        # All endpoints as they lie in the row, or their mean as one layer.
+        if name == metrics.GRADIENT_VARIANCE.name:
+            last = updates[:, last_layer_mask(layout).to(params.device)]
+        else:
+            last = compose_last_layer(layout, updates)
         # Blocks of one population gather the rows, so that the variance is over the whole cohort.
-        last = last if gather is None else gather(last)
+        if gather is not None:
+            last = gather(last)
         value = metrics.total_variance(last[torch.isfinite(last).all(1)])
         found[name] = torch.full((len(params),), value, dtype=torch.float64)
     return found

@@ -133,11 +133,9 @@ class SimplexMethod(OneModel):
     def init_state(self, task: Task, rng: Rng) -> State:
         """Return the initial state; endpoints that stay at home are drawn independently."""
         state = super().init_state(task, rng)
-        return (
-            state
-            if task.sharing.shares_all
-            else replace(state, params=self.draw_first_model(task, rng).repeat(len(task), 1))
-        )
+        if task.sharing.shares_all:
+            return state
+        return replace(state, params=self.draw_first_model(task, rng).repeat(len(task), 1))
 
     def init_server_state(self, task: Task, rng: Rng) -> SimplexClusters:
         """Return the first model and one region: the whole simplex."""
@@ -203,9 +201,9 @@ class SimplexMethod(OneModel):
         shared = replace(
             shared, counts=shared.counts.index_copy(0, message.ids, message.fields["counts"].cpu())
         )
-        return (
-            self._group_by_labels(context, shared) if self.warmup_rounds == 0 else shared
-        ), empty_reply(message)
+        if self.warmup_rounds == 0:
+            shared = self._group_by_labels(context, shared)
+        return shared, empty_reply(message)
 
     def _group_by_labels(self, context: ServerContext, shared: SimplexClusters) -> SimplexClusters:
         """Group clients by what their labels are mixed of."""
@@ -278,9 +276,9 @@ class SimplexMethod(OneModel):
     @property
     def privacy_leak(self) -> str:
         """See `Method.privacy_leak`."""
-        return (
-            "" if self.assignment == "gradient" else "the number of samples of each class is sent"
-        )
+        if self.assignment == "gradient":
+            return ""
+        return "the number of samples of each class is sent"
 
     def enroll(self, rnd: Round, state: State) -> State:
         """Send the server each client's number of samples of each class."""
@@ -326,14 +324,15 @@ class SimplexMethod(OneModel):
     ) -> dict[str, Tensor]:
         """Return the input buffers of a local training: one mixture a step, or one a sample."""
         # A mixture for each place of a batch; short batches leave some unused.
-        each = rnd.local.batch_size if self.per_sample else 1
+        each = 1
+        if self.per_sample:
+            each = rnd.local.batch_size
         steps = rnd.task.count_steps(local)
         alpha = self.draw_points(rnd, offer, purpose, [number * each for number in steps])
         if self.per_sample:
             alpha = alpha.unflatten(1, (max(steps, default=0), each))
-        return simplex_layers.alpha_inputs(
-            rnd.task.layout, alpha.to(rnd.task.device, rnd.task.dtype)
-        )
+        alpha = alpha.to(rnd.task.device, rnd.task.dtype)
+        return simplex_layers.alpha_inputs(rnd.task.layout, alpha)
 
     def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Train the simplex, each step at another of its points."""
@@ -344,11 +343,10 @@ class SimplexMethod(OneModel):
         self, rnd: Round, rows: Float[Tensor, "clients params"], offer: Inbox
     ) -> Float[Tensor, "clients params"]:
         """Return models at the centers of their clients' regions, or at draws from them."""
-        alpha = (
-            offer.field_by_slot("center")
-            if self.test_samples == 1
-            else self.draw_points(rnd, offer, "alpha.test", [self.test_samples] * len(rnd.ids))
-        )
+        if self.test_samples == 1:
+            alpha = offer.field_by_slot("center")
+        else:
+            alpha = self.draw_points(rnd, offer, "alpha.test", [self.test_samples] * len(rnd.ids))
         return simplex_layers.compose_endpoints(rnd.task.layout, rows, alpha)
 
     def serving_model(
@@ -482,18 +480,17 @@ class SosicFlPlus(SimplexMethod):
         self, context: ServerContext, shared: SimplexClusters, message: Message
     ) -> SimplexClusters:
         """Average, unless the global model is final."""
-        return (
-            shared
-            if self._is_posthoc(context.index)
-            else super().aggregate(context, shared, message)
-        )
+        if self._is_posthoc(context.index):
+            return shared
+        return super().aggregate(context, shared, message)
 
     def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Train the global simplex unless its time is over, then the personal ones."""
-        posthoc = self._is_posthoc(rnd.index)
-        # No step changes the model, but the report keeps its form.
-        rest = replace(rnd, local=replace(rnd.local, steps=0))
-        trained, info = super().local_update(rest if posthoc else rnd, state, reply)
+        posthoc, shared_round = self._is_posthoc(rnd.index), rnd
+        if posthoc:
+            # No step changes the model, but the report keeps its form.
+            shared_round = replace(rnd, local=replace(rnd.local, steps=0))
+        trained, info = super().local_update(shared_round, state, reply)
         if self.global_rounds is not None and not posthoc:
             return trained, info
         memory: PersonalSimplex = state.memory
@@ -537,8 +534,6 @@ def _own_or_received(
 ) -> Float[Tensor, "clients params"]:
     """Return each client's personal model, or else what it received; no copy if all have one."""
     started = memory.started
-    return (
-        memory.model
-        if bool(started.all())
-        else torch.where(started.to(received.device)[:, None], memory.model, received)
-    )
+    if bool(started.all()):
+        return memory.model
+    return torch.where(started.to(received.device)[:, None], memory.model, received)
