@@ -17,7 +17,7 @@ from coterie._util.tensors import index_optional
 from coterie.engine._own_optimizer import make_custom_optimizer
 from coterie.engine.optim import LocalTraining, RowOptimizer
 from coterie.models.given import copy_deeply
-from coterie.models.layout import Layout, Slot, copy_module
+from coterie.models.layout import Layout, Slot, copy_module, join_path
 
 
 class FlatModel:
@@ -80,27 +80,26 @@ class FlatModel:
         counts = self._counts[module] = []
         count_views: dict[int, Tensor] = {}
         for path, part in module.named_modules():
-            head = f"{path}." if path else ""
             for name, buffer in part._buffers.items():
                 if buffer is None:
                     continue
-                if head + name in self.layout.inputs:
-                    self._input_buffers.append((part._buffers, name, head + name, buffer))
-                elif head + name in self.layout.whole:
-                    count_views[id(buffer)] = views[head + name]
-                    counts.append((part._buffers, name, buffer, views[head + name]))
+                full = join_path(path, name)
+                if full in self.layout.inputs:
+                    self._input_buffers.append((part._buffers, name, full, buffer))
+                elif full in self.layout.whole:
+                    count_views[id(buffer)] = views[full]
+                    counts.append((part._buffers, name, buffer, views[full]))
                 elif id(buffer) in count_views:  # under a second name
                     counts.append((part._buffers, name, buffer, count_views[id(buffer)]))
-                elif head + name in views:
+                elif full in views:
                     # which counts its changes apart from other views
-                    shared[id(buffer)] = views[head + name].data
+                    shared[id(buffer)] = views[full].data
                     self._running_stats.append((part._buffers, name, shared[id(buffer)]))
                 elif id(buffer) in shared:  # under a second name
                     self._running_stats.append((part._buffers, name, shared[id(buffer)]))
                 else:
-                    self._fixed_buffers.append(
-                        (part._buffers, name, head + name, buffer, buffer.clone())
-                    )
+                    fixed = (part._buffers, name, full, buffer, buffer.clone())
+                    self._fixed_buffers.append(fixed)
 
     def _split_vector(self, vector: Tensor, turned: bool = True) -> dict[str, Tensor]:
         """Return the tensors in a vector of the length of a row or of its trained part, by name.

@@ -186,7 +186,9 @@ def _choose_by_split(task: Judge, found: Mapping[str, Tensor], nothing: Tensor) 
     """Choose each client's values: of its validation data, or else of its training data."""
     seen, out = task.count_samples("validation") > 0, nothing
     for split, value in found.items():
-        rows = seen if split == "validation" else ~seen
+        rows = seen
+        if split == "train":
+            rows = ~seen
         # Values are of clients or of clients x peers.
         out = torch.where(rows.reshape(-1, *[1] * (value.ndim - 1)), value, out)
     return out
@@ -332,7 +334,8 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
             same = (peers[:, :, None] == one.peers[:, None, :]) & one.accepted[:, None, :]
             # The peer may have been read in several exchanges: the strongest clipping counts.
             smallest = torch.where(same, one.scale[:, None, :], 1.0)
-            out = torch.minimum(out, smallest.amin(2) if smallest.shape[2] else out)
+            if smallest.shape[2]:  # `amin` of no entries is an error
+                out = torch.minimum(out, smallest.amin(2))
         return out
 
 
@@ -344,7 +347,8 @@ def _check_numbers(
     sound = torch.ones(max(1, len(inbox.table)), dtype=torch.bool)
     parts = [inbox.table, *(value for value in inbox.fields.values() if value.is_floating_point())]
     for sender in inbox.index[arrived].unique().tolist():
-        claimed = inbox.fields[SAMPLES][sender] if SAMPLES in inbox.fields else None
         sound[sender] = all(bool(part[sender].isfinite().all()) for part in parts)
-        sound[sender] &= claimed is None or claimed.ndim > 0 or bool(claimed >= 0)
+        if SAMPLES in inbox.fields:
+            claimed = inbox.fields[SAMPLES][sender]
+            sound[sender] &= claimed.ndim > 0 or bool(claimed >= 0)
     return sound[inbox.index]

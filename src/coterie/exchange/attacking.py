@@ -70,7 +70,9 @@ class Attack(Configurable):
     @property
     def effective_strength(self) -> float:
         """The strength, given or not."""
-        return STRENGTHS.get(str(self.kind), 1.0) if self.strength is None else self.strength
+        if self.strength is not None:
+            return self.strength
+        return STRENGTHS.get(str(self.kind), 1.0)
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,10 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
         for attack, members in self.groups:
             if attack.kind == COPY:
                 copying |= set(members.tolist())
-        hosted = torch.arange(population) if ids is None else ids
+        if ids is None:
+            ids = torch.arange(population)
         self._copied = {}
-        for row, client in enumerate(hosted.tolist()):
+        for row, client in enumerate(ids.tolist()):
             if client in copying:
                 # An attacker that has read nothing yet publishes its first model.
                 self._copied[client] = first[row].clone()
@@ -193,9 +196,8 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
     @property
     def _needs_gather(self) -> bool:
         """Whether an attack depends on models that other processes host."""
-        return self.gather is not None and any(
-            attack.needs_honest_models for attack, _ in self.groups
-        )
+        needs = any(attack.needs_honest_models for attack, _ in self.groups)
+        return self.gather is not None and needs
 
     def _gather_published(self, params: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return all published models and their clients' ids, if an attack needs them.
@@ -240,8 +242,10 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
             return own
         if kind == COPY:
             return torch.stack([self._copied[client] for client in ids.tolist()])
-        if kind in ("sign-flip", "scale"):
-            return own * (power if kind == "scale" else -power)
+        if kind == "scale":
+            return own * power
+        if kind == "sign-flip":
+            return own * -power
         if kind == "noise":
             draws = []
             for client in ids.tolist():
@@ -253,7 +257,9 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
         if kind == LITTLE:
             # Mean minus z deviations of the honest models (Baruch et al., A little is enough,
             # 2019).
-            others = honest if len(honest) else own
+            others = honest
+            if not len(others):  # the attackers know their own models alone
+                others = own
             little = others.double().mean(0) - power * others.double().std(0, correction=0)
             return little.expand(len(own), -1)
         function = import_function(kind, f"attack {kind!r}")
@@ -262,7 +268,9 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
             AttackContext(own.clone(), honest.clone(), self._rng.round, ids, power, self._rng)
         )
         if not isinstance(made, Tensor) or made.shape != own.shape:
-            found = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            found = type(made).__name__
+            if isinstance(made, Tensor):
+                found = str(tuple(made.shape))
             raise ConfigError(
                 f"attack {kind!r} returned {found}; expected a tensor of shape {tuple(own.shape)}"
             )

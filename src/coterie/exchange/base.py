@@ -22,6 +22,7 @@ from torch import Tensor
 
 from coterie._util import pages
 from coterie._util.finite import not_finite
+from coterie._util.tensors import index_each, index_optional
 from coterie.errors import ExchangeError
 from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
@@ -73,8 +74,8 @@ class Message:
         """Return some of the rows; without a copy when they are all rows in order."""
         if torch.equal(rows, torch.arange(len(self))):
             return self
-        fields = {name: value[rows] for name, value in self.fields.items()}
-        return Message(self.params[rows], fields, None if self.ids is None else self.ids[rows])
+        fields, ids = index_each(self.fields, rows), index_optional(self.ids, rows)
+        return Message(self.params[rows], fields, ids)
 
     @property
     def row_bytes(self) -> int:
@@ -204,7 +205,9 @@ class Inbox:
             short = (rest != 0).nonzero().flatten().to(mixed.device)
             if len(short):
                 mixed[short] += rest.to(mixed)[short, None] * self.limits.own[short]
-        return mixed if self.part is None else self.part.keep_local(own, mixed)
+        if self.part is not None:
+            mixed = self.part.keep_local(own, mixed)
+        return mixed
 
     def _mix_models(self, weights: Tensor, own: Tensor, own_weight: Tensor) -> Tensor:
         # Terms are added in the order of sender ids, whatever the order of the slots.
@@ -223,8 +226,8 @@ class Inbox:
             return out
         # Looked up before the loop: a look at a device for each slot would wait for it.
         full = (weights != 0).all(0).tolist()
-        index, weights, own_weight = (each.to(own.device) for each in (index, weights, own_weight))
-        out = own * own_weight[:, None]
+        index, weights = index.to(own.device), weights.to(own.device)
+        out = own * own_weight.to(own.device)[:, None]
         # Clients at once; a client's sum is the same in any block.
         step = max(1, _CHUNK.get(own.device.type, _CHUNK["cuda"]) // max(1, own.shape[1]))
         for start in range(0, len(own), step):
@@ -258,7 +261,9 @@ class Reply:
 
     def to_inbox(self, rows: Int[Tensor, " rows"] | None = None) -> Inbox:
         """Return the answer as an inbox of some clients; sender ids are rows of the table."""
-        index = self.index if rows is None else self.index[rows]
+        index = self.index
+        if rows is not None:
+            index = index[rows]
         size = row_nbytes(self.table) + sum(row_nbytes(v) for v in self.fields.values())
         return Inbox(
             table=self.table,
@@ -279,9 +284,8 @@ def check_reply(reply: Reply, expects: ReplyForm | None) -> None:
     """
     if expects is None:
         return
-    found = ReplyForm(
-        reply.index.shape[1], {n: (v.dtype, tuple(v.shape[1:])) for n, v in reply.fields.items()}
-    )
+    fields = {name: (value.dtype, tuple(value.shape[1:])) for name, value in reply.fields.items()}
+    found = ReplyForm(reply.index.shape[1], fields)
     if found.models != expects.models or dict(found.fields) != dict(expects.fields):
         raise ExchangeError(
             f"the server's answer has {found.models} models with {dict(found.fields)}; "
@@ -302,7 +306,9 @@ The rows of the message are in the order of ids."""
 
 def row_nbytes(table: Shaped[Tensor, "senders ..."]) -> int:
     """Return the size of one row in bytes."""
-    return table.element_size() * (table[0].numel() if len(table) else 0)
+    if not len(table):
+        return 0
+    return table.element_size() * table[0].numel()
 
 
 class PeersMissing(ExchangeError):

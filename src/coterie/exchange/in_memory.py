@@ -80,7 +80,9 @@ class InMemory:
         # a client that stopped before it published in this exchange has no extras to repeat
         gone = [c for c in sorted(self._stopped) if c not in here and c in place]
         rows = torch.tensor([place[c] for c in gone], dtype=torch.int64)
-        params = torch.stack([self._stopped[c] for c in gone]) if gone else message.params[:0]
+        params = message.params[:0]
+        if gone:
+            params = torch.stack([self._stopped[client] for client in gone])
         # an exchange of extras alone has no columns
         params = params[:, : message.params.shape[1]]
         fields = {}
@@ -113,13 +115,16 @@ class InMemory:
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the state that a later round depends on, for a checkpoint."""
-        out = {f"stopped.{client}": row for client, row in self._stopped.items()}
         # The last messages serve stopped clients only.
-        return out | (messages_to_tensors("last", self.last) if self._stopped else {})
+        if not self._stopped:
+            return {}
+        out = {f"stopped.{client}": row for client, row in self._stopped.items()}
+        return out | messages_to_tensors("last", self.last)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `snapshot`."""
-        self._stopped = {
-            int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")
-        }
+        self._stopped = {}
+        for name, row in tensors.items():
+            if name.startswith("stopped."):
+                self._stopped[int(name.removeprefix("stopped."))] = row
         self.last |= messages_from_tensors("last", tensors)

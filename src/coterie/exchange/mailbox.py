@@ -43,15 +43,17 @@ class PostOffice:
             # A host that lags may still read the messages of its round.
             oldest = min(self._rounds.values())
             for shelf in (self._boxes, self._replies, self._cohorts):
-                for address in [a for a in shelf if a[0] < oldest]:
-                    del shelf[address]
+                for address in list(shelf):
+                    if address[0] < oldest:
+                        del shelf[address]
 
     def post_message(self, address: tuple[int, int], message: Message) -> None:
         """Publish a message with ids at (round, number of the exchange)."""
         assert message.ids is not None
         with self._change:
             box = self._boxes.setdefault(address, {})
-            box |= {int(client): (message, row) for row, client in enumerate(message.ids.tolist())}
+            for row, client in enumerate(message.ids.tolist()):
+                box[client] = (message, row)
             self._change.notify_all()
 
     def collect_messages(self, address: tuple[int, int], wanted: set[int]) -> Message | None:
@@ -170,7 +172,9 @@ class Mailbox:
         new, reply, order = self.office.wait_for_reply(address)
         # The place of each hosted client among the messages that the server answered.
         rows = torch.tensor([int((order == client).nonzero()) for client in ids], dtype=torch.int64)
-        return (new if self.server else shared), reply.to_inbox(rows)
+        if self.server:
+            shared = new
+        return shared, reply.to_inbox(rows)
 
     def agree_on_cohort(
         self, compute: Callable[[], Int[Tensor, " active"]]

@@ -61,7 +61,9 @@ class NarrowedExchange(ExchangeWrapper[Exchange]):
             return inbox
         # An exchange of extras has no own models: the method's current ones fill the columns at
         # home.
-        own = message.params if message.params.shape[1] else self.own
+        own = message.params
+        if not own.shape[1]:
+            own = self.own
         return replace(inbox, table=self._widen_rows(inbox.table), part=self.part, own=own)
 
     def _widen_rows(self, rows: Tensor) -> Tensor:
@@ -70,21 +72,25 @@ class NarrowedExchange(ExchangeWrapper[Exchange]):
             raise ExchangeError(
                 f"a model of {rows.shape[1]} numbers was received; expected {count}, those shared"
             )
-        return self.part.shared.expand_to_rows(rows) if rows.shape[1] else rows
+        if not rows.shape[1]:
+            return rows
+        return self.part.shared.expand_to_rows(rows)
 
 
 def narrow_exchange(
     exchange: Exchange, part: ParameterSharing, own: Float[Tensor, "clients params"]
 ) -> Exchange:
     """Return an exchange of the shared columns: the exchange itself if all columns are shared."""
-    return exchange if part.shares_all else NarrowedExchange(exchange, part, own)
+    if part.shares_all:
+        return exchange
+    return NarrowedExchange(exchange, part, own)
 
 
 def narrow_message(part: ParameterSharing, message: Message) -> Message:
     """Return a message with the shared columns alone."""
-    return (
-        message if part.shares_all else replace(message, params=_narrow_rows(part, message.params))
-    )
+    if part.shares_all:
+        return message
+    return replace(message, params=_narrow_rows(part, message.params))
 
 
 def _narrow_rows(part: ParameterSharing, rows: Tensor) -> Tensor:
@@ -94,4 +100,6 @@ def _narrow_rows(part: ParameterSharing, rows: Tensor) -> Tensor:
             f"a message has rows of {rows.shape[1]} numbers; "
             f"expected none, or whole models, {size}, of which {part.shared.num_columns} are shared"
         )
-    return part.shared.select_from(rows) if rows.shape[1] else rows
+    if not rows.shape[1]:
+        return rows
+    return part.shared.select_from(rows)

@@ -111,7 +111,9 @@ class KeyedDraws(TorchDispatchMode):
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Compute a random operation; one that writes in place writes into its first argument."""
         found = self.compute(func, args, kwargs)
-        return args[0].copy_(found) if _name(func).endswith("_") else found
+        if _name(func).endswith("_"):
+            return args[0].copy_(found)
+        return found
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a random operation, also of one that writes it in place.
@@ -154,7 +156,9 @@ class KeyedDraws(TorchDispatchMode):
 
     def uniform(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return numbers of [0, 1), as many different ones as the type can hold."""
-        digits = 53 if dtype == torch.float64 else 24
+        digits = 24  # of the significands of float32, and of float64
+        if dtype == torch.float64:
+            digits = 53
         return (self.bits(shape) & ((1 << digits) - 1)).to(dtype) * 2.0**-digits
 
     def open_uniform(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -164,7 +168,9 @@ class KeyedDraws(TorchDispatchMode):
     def normal(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return standard normal numbers, by the Box-Muller transform."""
         # Two uniform numbers of one draw: float32 holds 24 bits of each.
-        digits = 31 if dtype == torch.float64 else 24
+        digits = 24
+        if dtype == torch.float64:
+            digits = 31
         mask, bits = (1 << digits) - 1, self.bits(shape)
         first = ((bits & mask) + 1).to(dtype) * 2.0**-digits
         angle = ((bits >> 32) & mask).to(dtype) * (2 * math.pi * 2.0**-digits)
@@ -195,7 +201,9 @@ def _draw_dropout(draws: KeyedDraws, given: Given) -> tuple[Tensor, Tensor]:
         draws.number -= 1
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     keep = draws.keep(tuple(x.shape), drop)
-    return (x * keep / (1 - drop) if drop < 1 else x * 0), keep
+    if drop == 1:
+        return x * 0, keep
+    return x * keep / (1 - drop), keep
 
 
 def _draw_bernoulli(draws: KeyedDraws, given: Given) -> Tensor:

@@ -34,7 +34,9 @@ def check_module(module: object, what: str) -> nn.Module:
             + RETURN_HINT * (module is None)
         )
     for path, part in module.named_modules():
-        where = f"{what} has a layer, {path!r}, that" if path else f"{what}"
+        where = what
+        if path:
+            where = f"{what} has a layer, {path!r}, that"
         if isinstance(part, torch.jit.ScriptModule):
             raise ModelError(
                 f"{where} is TorchScript, whose weights cannot be exchanged for those of a client; "
@@ -43,8 +45,7 @@ def check_module(module: object, what: str) -> nn.Module:
         if hasattr(part, "_orig_mod"):
             raise ModelError(
                 f"{where} was compiled by torch.compile; give the module that was compiled: "
-                "engines "
-                "compile it themselves"
+                "engines compile it themselves"
             )
         computed = _computed_tensors(part)
         if computed:
@@ -60,12 +61,11 @@ def check_module(module: object, what: str) -> nn.Module:
 def _computed_tensors(part: nn.Module) -> list[str]:
     """Return the attributes of a layer that hooks compute and that no deep copy can follow."""
     named = [hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, WeightNorm)]
-    # What autograd computed is no leaf: `copy.deepcopy` refuses it.
-    return named + [
-        name
-        for name, value in vars(part).items()
-        if isinstance(value, Tensor) and not value.is_leaf
-    ]
+    for name, value in vars(part).items():
+        # What autograd computed is no leaf: `copy.deepcopy` refuses it.
+        if isinstance(value, Tensor) and not value.is_leaf:
+            named.append(name)
+    return named
 
 
 def list_lazy_tensors(module: nn.Module) -> list[str]:
@@ -113,7 +113,9 @@ class ModuleMaker:
         else:
             module = check_module(self.source(), "what the model factory returned")
         lazy = list_lazy_tensors(module)
-        return self._materialize(module, lazy) if lazy else module
+        if not lazy:
+            return module
+        return self._materialize(module, lazy)
 
     def _materialize(self, module: nn.Module, lazy: list[str]) -> nn.Module:
         """Give lazy layers their shapes by a forward pass of zeros, in evaluation."""
@@ -129,7 +131,9 @@ class ModuleMaker:
                     errors.append(error)
         left = list_lazy_tensors(module)
         if left:
-            reason = f" ({' '.join(str(errors[0]).split()):.200})" if errors else ""
+            reason = ""
+            if errors:
+                reason = f" ({' '.join(str(errors[0]).split()):.200})"
             raise ModelError(
                 f"the lazy layers of the module, such as {left[0]!r}, got no shape from a forward "
                 f"pass of inputs of shape {self.features}{reason}; run the module once on such an "
@@ -141,14 +145,16 @@ class ModuleMaker:
         samples = 2  # one would do, but not for every layer
         if not self.parts:
             return [torch.zeros(samples, *self.features, dtype=dtype)], {}
-        values = [
-            (part, torch.zeros(samples, *part.shape, dtype=torch.int64 if part.whole else dtype))
-            for part in self.parts
-        ]
-        return (
-            [value for part, value in values if not part.name],
-            {part.name: value for part, value in values if part.name},
-        )
+        given, named = [], {}
+        for part in self.parts:
+            value = torch.zeros(samples, *part.shape, dtype=dtype)
+            if part.whole:
+                value = value.to(torch.int64)
+            if part.name:
+                named[part.name] = value
+            else:
+                given.append(value)
+        return given, named
 
 
 def copy_deeply(module: ModuleType, memo: dict[int, Any] | None = None) -> ModuleType:

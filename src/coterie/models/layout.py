@@ -63,9 +63,12 @@ class NamedModel:
     output: str = ""
 
     def __str__(self) -> str:
-        options = json.dumps(self.options, sort_keys=True, default=str)
-        words = [self.kind, *([options] if self.options else ())]
-        return " ".join([*words, *([f"output={self.output}"] if self.output else ())])
+        words = [self.kind]
+        if self.options:
+            words.append(json.dumps(self.options, sort_keys=True, default=str))
+        if self.output:
+            words.append(f"output={self.output}")
+        return " ".join(words)
 
 
 ModelSource = str | NamedModel | ModelFactory
@@ -88,8 +91,10 @@ def _convert_numbers(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
     def convert(tensor: Tensor) -> Tensor:
         if tensor.is_complex():
-            return tensor.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+            return tensor.to(dtype.to_complex())
+        if tensor.is_floating_point():
+            return tensor.to(dtype)
+        return tensor
 
     return module._apply(convert)
 
@@ -102,7 +107,7 @@ def _find_aliases(module: nn.Module) -> dict[str, str]:
         for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
             if tensor is None:
                 continue
-            full = f"{path}.{name}" if path else name
+            full = join_path(path, name)
             if first.setdefault(id(tensor), full) != full:
                 aliases[full] = first[id(tensor)]
     return aliases
@@ -110,9 +115,9 @@ def _find_aliases(module: nn.Module) -> dict[str, str]:
 
 def copy_module(module: nn.Module) -> nn.Module:
     """Return a copy of a module that has the original's own frozen weights."""
-    return copy_deeply(
-        module, {id(one): one for one in module.parameters() if not one.requires_grad}
-    )
+    # What the memo of a deep copy holds already is not copied.
+    frozen = {id(one): one for one in module.parameters() if not one.requires_grad}
+    return copy_deeply(module, frozen)
 
 
 @dataclass(frozen=True)
@@ -131,8 +136,10 @@ class InputConversion:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Return the arguments: a hook before `forward`."""
+        if not self.parts and self.whole:
+            return (args[0].long(), *args[1:]), kwargs
         if not self.parts:
-            return ((args[0].long(), *args[1:]) if self.whole else args), kwargs
+            return args, kwargs
         given, named, start = [], dict(kwargs), 0
         for part in self.parts:
             stop = start + math.prod(part.shape)
@@ -140,7 +147,8 @@ class InputConversion:
             value = args[0][:, start:stop].unflatten(1, part.shape or (1,))
             if not part.shape:
                 value = value.squeeze(1)
-            value = value.to(torch.int64 if part.whole else args[0].dtype)
+            if part.whole:
+                value = value.to(torch.int64)
             start = stop
             if part.name:
                 named[part.name] = value
@@ -161,11 +169,19 @@ class Slot:
 
 def layer_of(name: str) -> str:
     """Return the path of a tensor's layer; for a parametrized one, of the tensor it replaces."""
-    return (
-        name.partition("parametrizations.")[0].removesuffix(".")
-        if "parametrizations." in name
-        else module_of(name)
-    )
+    if "parametrizations." in name:
+        return name.partition("parametrizations.")[0].removesuffix(".")
+    return module_of(name)
+
+
+def join_path(path: str, name: str) -> str:
+    """Return the name of a tensor in a module from that in the layer at a path; "" is the module.
+
+    Example:
+        >>> join_path("0", "weight"), join_path("", "weight")
+        ('0.weight', 'weight')
+    """
+    return f"{path}.{name}".removeprefix(".")
 
 
 def module_of(name: str) -> str:
@@ -216,12 +232,11 @@ class Layout:
                 self.arguments, with_kwargs=True, prepend=True
             )
         self.train_module.register_forward_hook(self.output)
-        owners = [
-            (f"{path}." if path else "", part) for path, part in self.train_module.named_modules()
-        ]
-        self.inputs = tuple(
-            path + name for path, part in owners for name in getattr(part, "input_buffers", ())
-        )
+        inputs = []
+        for path, part in self.train_module.named_modules():
+            for name in getattr(part, "input_buffers", ()):
+                inputs.append(join_path(path, name))
+        self.inputs = tuple(inputs)
         self.draws = {True: True, False: True}
         # Two modules, because training and evaluation mode are state of a module; frozen weights
         # are shared.
@@ -291,12 +306,13 @@ class Layout:
                 name = owner + rest.removesuffix(".original")
                 every[id(tensor)].append(name)
             plain = name.replace("parametrizations.", "")
-            every[id(tensor)] += [plain] if plain != name else []
-        own = dict(self.train_module.named_parameters())
-        return {
-            s.name: tuple(every[id(own[s.name])]) if s.name in own else (s.name,)
-            for s in self.slots
-        }
+            if plain != name:
+                every[id(tensor)].append(plain)
+        names: dict[str, tuple[str, ...]] = {slot.name: (slot.name,) for slot in self.slots}
+        for name, tensor in self.train_module.named_parameters():
+            if name in names:
+                names[name] = tuple(every[id(tensor)])
+        return names
 
     def layer_tensors(self) -> dict[str, tuple[str, ...]]:
         """Return, by path, the tensors of the layers with trained parameters, in order.
@@ -320,9 +336,8 @@ class Layout:
             ('1.weight', '1.bias')
         """
         kinds = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-        paths = {
-            path for path, part in self.train_module.named_modules() if isinstance(part, kinds)
-        }
+        modules = self.train_module.named_modules()
+        paths = {path for path, part in modules if isinstance(part, kinds)}
         return tuple(slot.name for slot in self.slots if layer_of(slot.name) in paths)
 
     @functools.cached_property
@@ -339,22 +354,23 @@ class Layout:
     def flatten_module(self, module: nn.Module) -> Float[Tensor, " params"]:
         """Return a module's tensors as one row; the module has this layout's structure."""
         tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-        missing = [slot.name for slot in self.slots if slot.name not in tensors]
-        if missing:
-            raise ModelError(
-                f"the module has no tensor {missing[0]!r}; expected a module like the first one "
-                "made"
-            )
-        return torch.cat(
-            [tensors[slot.name].detach().reshape(-1).to(self.dtype) for slot in self.slots]
-        )
+        parts = []
+        for slot in self.slots:
+            if slot.name not in tensors:
+                raise ModelError(
+                    f"the module has no tensor {slot.name!r}; expected a module like the first one "
+                    "made"
+                )
+            parts.append(tensors[slot.name].detach().reshape(-1).to(self.dtype))
+        return torch.cat(parts)
 
     def split_rows(self, rows: Float[Tensor, "*batch params"]) -> dict[str, Tensor]:
         """Return each tensor as a view of a row, or of many rows with their leading axes."""
-        return {
-            s.name: rows[..., s.start : s.stop].reshape((*rows.shape[:-1], *s.shape))
-            for s in self.slots
-        }
+        found = {}
+        for slot in self.slots:
+            part = rows[..., slot.start : slot.stop]
+            found[slot.name] = part.reshape((*rows.shape[:-1], *slot.shape))
+        return found
 
     def join_tensors(
         self, tensors: Mapping[str, Tensor], *, trainable: bool, lead: int = 0
@@ -366,10 +382,12 @@ class Layout:
             trainable: whether the part is the trained one.
             lead: number of leading (client) axes of the tensors.
         """
-        chosen = [s for s in self.slots if (s.stop <= self.trainable) == trainable]
-        return torch.cat(
-            [tensors[s.name].reshape(*tensors[s.name].shape[:lead], -1) for s in chosen], dim=-1
-        )
+        parts = []
+        for slot in self.slots:
+            if (slot.stop <= self.trainable) == trainable:
+                tensor = tensors[slot.name]
+                parts.append(tensor.reshape(*tensor.shape[:lead], -1))
+        return torch.cat(parts, dim=-1)
 
     def zero_inputs(self, clients: int) -> dict[str, Tensor]:
         """Return the input buffers with the module's own values, for a number of clients."""
@@ -411,8 +429,11 @@ class Layout:
         for slot in self.slots:
             if slot.stop > self.trainable:
                 value = tensors[slot.name]
-                whole = self.whole.get(slot.name)
-                state[slot.name] = value.clone() if whole is None else value.round().to(whole)
+                if slot.name in self.whole:
+                    # A count that was averaged is a fraction in a row.
+                    state[slot.name] = value.round().to(self.whole[slot.name])
+                else:
+                    state[slot.name] = value.clone()
         return state
 
     def build_module(
@@ -427,8 +448,9 @@ class Layout:
             dtype: floating-point type of the copy; the module's own when None.
         """
         module = copy_deeply(self.original).cpu()
-        module = (module if dtype is None else module.to(dtype)).eval()
-        return fill_module(module, {**self.other_tensors(), **self.split_rows(row)})
+        if dtype is not None:
+            module = module.to(dtype)
+        return fill_module(module.eval(), {**self.other_tensors(), **self.split_rows(row)})
 
     def other_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the module that are in no row, without its input buffers."""
@@ -450,8 +472,9 @@ def fill_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
             if name in tensors:
                 value = tensors[name]
                 # A count that was averaged is a fraction in a row.
-                whole = value.is_floating_point() and not tensor.is_floating_point()
-                tensor.copy_(value.round() if whole else value)
+                if value.is_floating_point() and not tensor.is_floating_point():
+                    value = value.round()
+                tensor.copy_(value)
     return module
 
 
@@ -491,7 +514,9 @@ def cnn_a(features: tuple[int, ...], outputs: int, dropout: float = 0.0) -> nn.M
     """
     channels, height, width = features
     flat = 16 * _pooled_side(height, 5, 5) * _pooled_side(width, 5, 5)
-    hidden = [nn.Linear(flat, 120), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
+    hidden = [nn.Linear(flat, 120), nn.ReLU()]
+    if dropout:
+        hidden.append(nn.Dropout(dropout))
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
@@ -598,22 +623,17 @@ def _build_custom_model(
         takes = inspect.signature(found).parameters
     except (TypeError, ValueError):  # of some functions written in C
         takes = {}
-    named = {
-        name: one
-        for name, one in takes.items()
-        if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    }
-    if takes and not any(one.kind == one.VAR_KEYWORD for one in takes.values()):
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = {name: one for name, one in takes.items() if one.kind not in rest}
+    if takes and rest[1] not in [one.kind for one in takes.values()]:
         for name in options:
             if name not in named:
                 raise ConfigError(
                     f"model.options: {describe_unknown(f'argument of {kind}', name, named)}"
                 )
+    arguments = {name: value for name, value in known.items() if name in named}
     # A copy of the options: the model may change what it gets, and other clients get the same.
-    arguments = {
-        **{name: value for name, value in known.items() if name in named},
-        **copy.deepcopy(dict(options)),
-    }
+    arguments |= copy.deepcopy(dict(options))
     for name, one in named.items():
         if one.default is one.empty and name not in arguments:
             raise ConfigError(
@@ -652,17 +672,18 @@ def resolve_model(
     if isinstance(model, nn.Module):
         check_module(model, "the model")
         # What a lazy layer lacks is drawn when its shape is known; all other weights stay.
-        return ModuleMaker(model, features, parts) if list_lazy_tensors(model) else model
-    if not isinstance(model, str | NamedModel):
+        if not list_lazy_tensors(model):
+            return model
         return ModuleMaker(model, features, parts)
-    named = NamedModel(model) if isinstance(model, str) else model
-    with Rng(0).temporary_torch_seed(
-        "template"
-    ):  # a trial that must not draw from anybody's stream
-        build_model(named.kind, features, outputs, named.options)
-    return ModuleMaker(
-        lambda: build_model(named.kind, features, outputs, named.options), features, parts
-    )
+    if isinstance(model, str):
+        model = NamedModel(model)
+    if not isinstance(model, NamedModel):
+        return ModuleMaker(model, features, parts)
+    build = functools.partial(build_model, model.kind, features, outputs, model.options)
+    # A trial, which must not draw from anybody's stream.
+    with Rng(0).temporary_torch_seed("template"):
+        build()
+    return ModuleMaker(build, features, parts)
 
 
 def find_output_name(model: ModelSource, setting: str | int | None = None) -> str:
@@ -675,8 +696,11 @@ def find_output_name(model: ModelSource, setting: str | int | None = None) -> st
     Raises:
         ConfigError: when both name one, and not the same.
     """
-    wanted = "" if setting is None else str(setting)
-    own = model.output if isinstance(model, NamedModel) else ""
+    wanted = own = ""
+    if setting is not None:
+        wanted = str(setting)
+    if isinstance(model, NamedModel):
+        own = model.output
     if wanted and own and wanted != own:
         raise ConfigError(
             f"output is {wanted!r} in the settings and {own!r} in the model; give one of them"
@@ -686,8 +710,11 @@ def find_output_name(model: ModelSource, setting: str | int | None = None) -> st
 
 def custom_model_name(model: ModelSource) -> str:
     """Return a model's import path and arguments; "" for a model that has no import path."""
-    named = NamedModel(model) if isinstance(model, str) else model
-    return str(named) if isinstance(named, NamedModel) and ":" in named.kind else ""
+    if isinstance(model, str):
+        model = NamedModel(model)
+    if isinstance(model, NamedModel) and ":" in model.kind:
+        return str(model)
+    return ""
 
 
 def make_template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:

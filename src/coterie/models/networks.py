@@ -76,7 +76,7 @@ def build_from_torchvision(name: str, features: tuple[int, ...], outputs: int) -
         ModelError: when torchvision is not installed, or for inputs of another shape.
     """
     if features[0] != 3 or min(features[1:]) < 32:
-        shape = "x".join(str(n) for n in features)
+        shape = "x".join(map(str, features))
         raise ModelError(f"{name} takes color images of at least 3x32x32; found {shape}")
     try:
         models = importlib.import_module("torchvision.models")
@@ -108,13 +108,15 @@ def load_features(module: nn.Module, path: str | Path) -> nn.Module:
         raise ModelError(f"{path} cannot be read as safetensors: {error}") from error
     own: dict[str, Tensor] = module.state_dict()
     # The last layer has the outputs of ImageNet in the file, and those of the task here.
-    last = [name for name, _ in module.named_parameters()][-1].rpartition(".")[0]
+    last = list(dict(module.named_parameters()))[-1].rpartition(".")[0]
     for name, tensor in own.items():
         if name.rpartition(".")[0] == last:
             continue
         found = values.get(name)
         if found is None or found.shape != tensor.shape:
-            there = "nothing" if found is None else f"shape {tuple(found.shape)}"
+            there = "nothing"
+            if found is not None:
+                there = f"shape {tuple(found.shape)}"
             raise ModelError(
                 f"{path} has {there} for {name!r}; expected shape {tuple(tensor.shape)}"
             )
@@ -146,7 +148,9 @@ def build_pretrained(kind: str, features: tuple[int, ...], outputs: int) -> nn.M
     variable = f"COTERIE_{kind.replace('-', '').upper()}"
     path = os.environ.get(variable)
     if not path or not Path(path).is_file():
-        found = f"{variable} is {path!r}" if path else f"{variable} is not set"
+        found = f"{variable} is not set"
+        if path:
+            found = f"{variable} is {path!r}"
         raise ModelError(
             f"{kind}-pretrained: {found}; expected a safetensors file with torchvision's "
             f"{PRETRAINED[kind]} for "

@@ -35,7 +35,9 @@ class OutputConversion:
             ModelError: when nothing, or more than one thing, may be the output.
         """
         # A module may return more than its output in training only.
-        found = returned if isinstance(returned, Tensor) else self._select_entry(returned)
+        found = returned
+        if not isinstance(found, Tensor):
+            found = self._select_entry(returned)
         if not found.is_floating_point() or found.ndim == 0:
             raise ModelError(
                 f"the output of the module is a tensor of {found.dtype} and shape "
@@ -85,10 +87,11 @@ def _list_entries(returned: Any) -> dict[str, Any]:
         return {str(name): value for name, value in returned.items()}
     fields = getattr(returned, "_fields", None)
     if isinstance(returned, Sequence) and not isinstance(returned, str | bytes):
-        places = {str(place): value for place, value in enumerate(returned)}
         # A named tuple's entries go by name as well; the names are listed.
-        return dict(zip(fields, returned, strict=True)) if fields else places
+        return dict(zip(fields or map(str, range(len(returned))), returned, strict=True))
     # of a dataclass or another object: its attributes
     found = dict(getattr(returned, "__dict__", {}))
     logits = getattr(returned, "logits", None)  # a property is in no `__dict__`
-    return found if logits is None else {"logits": logits, **found}
+    if logits is not None:
+        found = {"logits": logits, **found}
+    return found

@@ -6,6 +6,7 @@ shared columns alone, and a merge leaves the client's own values in the others.
 
 import difflib
 import fnmatch
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -136,7 +137,9 @@ class ParameterSharing:
         if home:
             mask = mask & ~match_patterns(layout, home, f"what {owner} keeps at home")
         if not bool(mask.any()):
-            kept = f", and {owner} keeps {', '.join(home)} at home" if home else ""
+            kept = ""
+            if home:
+                kept = f", and {owner} keeps {', '.join(home)} at home"
             raise ConfigError(
                 f"nothing is left to share: shared is {list(shared)}{kept}; share a layer at least"
             )
@@ -146,22 +149,17 @@ class ParameterSharing:
         if similarity_on and not bool(compared.any()):
             raise ConfigError(
                 f"similarity_on is {list(similarity_on)}, which names nothing that is trained and "
-                "shared; similarities "
-                "compare what peers receive"
+                "shared; similarities compare what peers receive"
             )
-        return ParameterSharing(
-            *(ColumnSet.from_mask(one) for one in (mask, ~mask, trained, compared))
-        )
+        return ParameterSharing(*map(ColumnSet.from_mask, (mask, ~mask, trained, compared)))
 
     def keep_local(
         self, before: Shaped[Tensor, "clients params"], merged: Shaped[Tensor, "clients params"]
     ) -> Shaped[Tensor, "clients params"]:
         """Return merged rows with what stays at home as it was before."""
-        return (
-            merged
-            if self.shares_all
-            else self.local.replace_in(merged, self.local.select_from(before))
-        )
+        if self.shares_all:
+            return merged
+        return self.local.replace_in(merged, self.local.select_from(before))
 
 
 def match_patterns(layout: Layout, patterns: Sequence[str], what: str) -> Bool[Tensor, " params"]:
@@ -180,15 +178,13 @@ def match_patterns(layout: Layout, patterns: Sequence[str], what: str) -> Bool[T
     Raises:
         ConfigError: when a pattern matches nothing, with names that are near.
     """
-    wanted = [one for one in patterns if not one.startswith("!")]
-    names, mask = layout.original_names, torch.full((layout.size,), not wanted)
     # What takes out comes last, whatever the order given.
-    for pattern in [*wanted, *(one for one in patterns if one.startswith("!"))]:
-        slots = [
-            slot
-            for slot in layout.slots
-            if _matches_pattern(names[slot.name], pattern.removeprefix("!"))
-        ]
+    ordered = sorted(patterns, key=lambda pattern: pattern.startswith("!"))
+    takes_out_only = all(pattern.startswith("!") for pattern in patterns)
+    names, mask = layout.original_names, torch.full((layout.size,), takes_out_only)
+    for pattern in ordered:
+        plain = pattern.removeprefix("!")
+        slots = [slot for slot in layout.slots if _matches_pattern(names[slot.name], plain)]
         if not slots:
             raise ConfigError(_describe_no_match(layout, pattern, what))
         for slot in slots:
@@ -198,9 +194,8 @@ def match_patterns(layout: Layout, patterns: Sequence[str], what: str) -> Bool[T
 
 def _matches_pattern(names: Sequence[str], pattern: str) -> bool:
     # A module's path stands for its tensors.
-    return any(
-        fnmatch.fnmatchcase(name, end) for name in names for end in (pattern, f"{pattern}.*")
-    )
+    pairs = itertools.product(names, (pattern, f"{pattern}.*"))
+    return any(fnmatch.fnmatchcase(name, wanted) for name, wanted in pairs)
 
 
 def _describe_no_match(layout: Layout, pattern: str, what: str) -> str:
@@ -208,13 +203,12 @@ def _describe_no_match(layout: Layout, pattern: str, what: str) -> str:
     plain = pattern.removeprefix("!")
     if any(_matches_pattern([name], plain) for name in layout.frozen):
         return f"{what}: {pattern!r} matches frozen weights alone, which all clients have and nobody sends"
-    tensors = [name for every in layout.original_names.values() for name in every]
+    tensors = list(itertools.chain.from_iterable(layout.original_names.values()))
     # Every module on the way to a tensor: patterns may name any of them.
-    modules = {
-        ".".join(parts[:end])
-        for parts in (name.split(".") for name in tensors)
-        for end in range(1, len(parts))
-    }
+    modules = set()
+    for name in tensors:
+        parts = name.split(".")
+        modules |= {".".join(parts[:end]) for end in range(1, len(parts))}
     near = difflib.get_close_matches(
         plain.removesuffix(".*"), [*sorted(modules), *tensors], n=3, cutoff=0.4
     )

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from coterie.errors import ModelError
 from coterie.models.given import copy_deeply
-from coterie.models.layout import Layout, ModelFactory, Slot, layer_of, module_of
+from coterie.models.layout import Layout, ModelFactory, Slot, join_path, layer_of, module_of
 from coterie.rng import Rng
 
 
@@ -62,24 +62,22 @@ class SimplexHead(nn.Module):
                 "a simplex head takes convolutions without groups, and without test samples"
             )
         self._layer = [copy_deeply(layer)]  # a prototype, no part of the module
-        self.endpoints, self.shared_bias, self.gain, self.ensemble = (
-            endpoints,
-            not bias,
-            gain,
-            ensemble,
-        )
+        self.endpoints, self.shared_bias = endpoints, not bias
+        self.gain, self.ensemble = gain, ensemble
         self.weight = nn.Parameter(self._stack_endpoints(layer.weight.detach()))
-        own = layer.bias
         self.bias = None
-        if own is not None:
-            self.bias = nn.Parameter(
-                own.detach().clone() if self.shared_bias else self._stack_endpoints(own.detach())
-            )
+        if layer.bias is not None:
+            self.bias = nn.Parameter(self._stack_bias(layer.bias.detach()))
         self.register_buffer("alpha", torch.full((endpoints,), 1 / endpoints), persistent=False)
 
     def _stack_endpoints(self, value: Tensor) -> Tensor:
         # The composed layer is multiplied by the gain: it starts at the layer's own values.
         return (value / self.gain).expand(self.endpoints, *value.shape).clone()
+
+    def _stack_bias(self, bias: Tensor) -> Tensor:
+        if self.shared_bias:
+            return bias.clone()
+        return self._stack_endpoints(bias)
 
     def reset_parameters(self) -> None:
         """Draw the parameters of one layer and set all endpoints to them."""
@@ -88,9 +86,7 @@ class SimplexHead(nn.Module):
         with torch.no_grad():
             self.weight.copy_(self._stack_endpoints(layer.weight))
             if self.bias is not None and layer.bias is not None:
-                self.bias.copy_(
-                    layer.bias if self.shared_bias else self._stack_endpoints(layer.bias)
-                )
+                self.bias.copy_(self._stack_bias(layer.bias))
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute with the composed layer; rows of `alpha` give each sample its own mixture."""
@@ -114,11 +110,11 @@ class SimplexHead(nn.Module):
     def _outputs_of_endpoints(self, x: Tensor) -> Tensor:
         """Return the outputs of all endpoints: samples x endpoints x outputs ..."""
         bias = self.bias
-        if bias is not None:
-            bias = (
-                # The endpoints are one wide layer: its outputs are endpoint by endpoint.
-                bias.repeat(self.endpoints) if self.shared_bias else self.gain * bias.flatten(0, 1)
-            )
+        # The endpoints are one wide layer: its outputs are endpoint by endpoint.
+        if bias is not None and self.shared_bias:
+            bias = bias.repeat(self.endpoints)
+        elif bias is not None:
+            bias = self.gain * bias.flatten(0, 1)
         out = self._apply_layer(x, self.gain * self.weight.flatten(0, 1), bias)
         return out.unflatten(1, (self.endpoints, self.weight.shape[1]))
 
@@ -208,12 +204,18 @@ def endpoint_slots(layout: Layout) -> list[Slot]:
     """Return the slots that hold endpoints, one after another along their first axis."""
     names = set()
     for path, part in layout.train_module.named_modules():
-        head = f"{path}." if path else ""
         if isinstance(part, SimplexHead):
-            names |= {f"{head}weight"} | (set() if part.shared_bias else {f"{head}bias"})
+            names.add(join_path(path, "weight"))
+            if not part.shared_bias:
+                names.add(join_path(path, "bias"))
         elif isinstance(part, Endpoints):
             names.add(f"{module_of(path)}.original")
     return [slot for slot in layout.slots if slot.name in names]
+
+
+def _find_heads(layout: Layout) -> dict[str, SimplexHead]:
+    modules = layout.train_module.named_modules()
+    return {path: part for path, part in modules if isinstance(part, SimplexHead)}
 
 
 def compose_last_layer(
@@ -221,12 +223,7 @@ def compose_last_layer(
 ) -> Float[Tensor, "clients entries"]:
     """Return a model's last-layer updates, composed at the barycenter if it has endpoints."""
     endpoints, last = {slot.name for slot in endpoint_slots(layout)}, last_layer_mask(layout)
-    gains = {
-        path: part.gain
-        for path, part in layout.train_module.named_modules()
-        if isinstance(part, SimplexHead)
-    }
-    parts = []
+    gains, parts = {path: head.gain for path, head in _find_heads(layout).items()}, []
     for slot in layout.slots:
         if slot.start < layout.trainable and bool(last[slot.start]):
             update = updates[:, slot.start : slot.stop]
@@ -258,11 +255,7 @@ def remove_endpoints(
     endpoints = {slot.name for slot in endpoint_slots(layout)}
     if not endpoints:
         return layout.slots, rows
-    heads = {
-        path: part
-        for path, part in layout.train_module.named_modules()
-        if isinstance(part, SimplexHead)
-    }
+    heads = _find_heads(layout)
     if any(head.ensemble for head in heads.values()):
         raise ModelError(
             "with test_samples above 1 a client is served by several models at once, not by one "
@@ -272,8 +265,9 @@ def remove_endpoints(
     for slot in layout.slots:
         name, shape, values = slot.name, slot.shape, rows[:, slot.start : slot.stop]
         if name in endpoints:
-            path = module_of(name)
-            gain = heads[path].gain if path in heads else 1.0
+            path, gain = module_of(name), 1.0
+            if path in heads:
+                gain = heads[path].gain
             # The plain module stands at the barycenter of its endpoints.
             values, shape = gain * values.unflatten(1, (shape[0], -1)).mean(1), shape[1:]
             if path not in heads:  # "0.parametrizations.weight.original" is the layer's weight
@@ -336,10 +330,10 @@ def independent_endpoints(
     """
     out = rows[0].clone()
     for slot in endpoint_slots(layout):
-        endpoints = torch.stack(
-            # In row m all endpoints are equal, so any would do.
-            [row[slot.start : slot.stop].reshape(slot.shape)[m] for m, row in enumerate(rows)]
-        )
+        every = rows[:, slot.start : slot.stop].reshape(-1, *slot.shape)
+        # In row m all endpoints are equal, so any would do.
+        places = torch.arange(len(every), device=every.device)
+        endpoints = every[places, places]
         if xavier:
             endpoints = endpoints.cpu()  # whose generator the stream seeds
             with rng.at_round(-1).temporary_torch_seed(f"endpoints.{slot.name}"):
