@@ -526,7 +526,7 @@ class Dac(PeerMethod):
         ask, drawn = pull_and_measure, prior
         if self.loss_direction == "push":
             ask = push_and_measure
-        if self.selection is not None:  # nobody knows how a custom rule draws
+        if self.selection is not None:  # a custom rule states no probabilities
             drawn = torch.full_like(prior, torch.nan)
         measured = ask(rnd, state, self.publish(rnd.task, state), peers, self.similarity, self.eps)
         inbox = measured.inbox
