@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, OutOfMemory
@@ -111,14 +112,14 @@ def forecast_memory(
     kept = clients * row * (1 + keeps_best + moments)
     models = clients * row * held
     # What the allocator may lose between tensors: at most half of the models, and `_FRAGMENTED`.
-    models, trained = (
-        models + min(models // 2, _FRAGMENTED),
-        min(block, clients) * row * _BLOCK_ROWS,
-    )
+    models += min(models // 2, _FRAGMENTED)
+    trained = min(block, clients) * row * _BLOCK_ROWS
     # A round holds what clients remember before it and after it.
     memory = 2 * remembered + published
     # A checkpoint needs a copy of the stored rows; the copies of a round are free by then.
-    writing = max(0, 2 * kept + remembered - models - trained) + record // _TABLES if stored else 0
+    writing = 0
+    if stored:
+        writing = max(0, 2 * kept + remembered - models - trained) + record // _TABLES
     return Forecast(models, trained, data, memory, record, writing, int(2 * received * row))
 
 
@@ -176,7 +177,9 @@ def extrapolate_bytes(
         for a, b in zip(first, second, strict=True):
             # `rest`: the dimension grew by less than the step, so it has reached its limit.
             slope, rest = divmod(b - a, step)
-            entries *= b if rest else b + slope * (population - sizes[1])
+            if not rest:
+                b += slope * (population - sizes[1])
+            entries *= b
         total += entries * itemsize
     return total
 
@@ -191,11 +194,9 @@ def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
     """
     # Small integers among the hyperparameters may be limits of a table, such as a number of peers:
     # both trial populations should be larger than all of them.
-    limits = [
-        value
-        for value in dataclasses.asdict(method).values()
-        if type(value) is int and value < 1000
-    ]
+    # By `type`, since True is an int too.
+    settings = dataclasses.asdict(method).values()
+    limits = [value for value in settings if type(value) is int and value < 1000]
     most = min(
         task.population, len(task), max(4, _TRIAL_BYTES // (task.layout.size * task.dtype.itemsize))
     )
@@ -205,12 +206,13 @@ def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
     # One client alone: nothing can be extrapolated.
     if sizes[0] == larger:
         return 0, 0
-    small, larger_ = (_list_memory_shapes(method, task, size) for size in sizes)
-    share = len(task) / task.population
-    own, server, sent = (
-        extrapolate_bytes(one, other, sizes, task.population)
-        for one, other in zip(small, larger_, strict=True)
+    pairs = zip(
+        _list_memory_shapes(method, task, sizes[0]),
+        _list_memory_shapes(method, task, sizes[1]),
+        strict=True,
     )
+    share = len(task) / task.population
+    own, server, sent = [extrapolate_bytes(a, b, sizes, task.population) for a, b in pairs]
     return int(share * own) + server, int(share * sent)
 
 
@@ -219,11 +221,14 @@ def _list_memory_shapes(method: Method, task: Task, size: int) -> tuple[list[Sha
     part = task.first_clients_alone(size)
     state = check_returned_state(method, "init_state", method.init_state(part, Rng(0)), part)
     # Peers publish extras; with a server there are none to count.
-    sent = (
-        list(method.publish(part, state).fields.values()) if isinstance(method, PeerMethod) else []
-    )
-    each = list_tensors(state.memory), list_tensors(state.shared), sent
-    return tuple([(tuple(one.shape), one.element_size()) for one in found] for found in each)
+    sent: list[Tensor] = []
+    if isinstance(method, PeerMethod):
+        sent = list(method.publish(part, state).fields.values())
+    return tuple(map(_list_shapes, (list_tensors(state.memory), list_tensors(state.shared), sent)))
+
+
+def _list_shapes(tensors: Sequence[Tensor]) -> list[Shape]:
+    return [(tuple(tensor.shape), tensor.element_size()) for tensor in tensors]
 
 
 def count_model_copies(
@@ -261,18 +266,26 @@ def available_bytes(device: str) -> int | None:
     if device != "cpu":
         return None
     found = [*_iterate_system_limits(), *_iterate_cgroup_limits(), *_iterate_process_limits()]
-    return max(0, min(found)) if found else None
+    if not found:
+        return None
+    return max(0, min(found))  # more may be in use already than a limit allows
 
 
 def _parse_numbers(path: Path) -> dict[str, int]:
     """Parse a file of lines "name number ...", or of a single number, which has the name ""."""
     try:
-        lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
+        lines = path.read_text().splitlines()
     except OSError:
         return {}
-    # "max" and other words are no numbers, and so no limit.
-    pairs = [(words[0], words[1]) if len(words) > 1 else ("", words[0]) for words in lines if words]
-    return {name: int(number) for name, number in pairs if number.isdigit()}
+    found = {}
+    for line in lines:
+        name, *rest = line.replace(":", " ").split() or [""]
+        if not rest:
+            name, rest = "", [name]
+        # "max" and other words are no numbers, and so no limit.
+        if rest[0].isdigit():
+            found[name] = int(rest[0])
+    return found
 
 
 def _iterate_system_limits() -> Iterator[int]:
@@ -299,7 +312,9 @@ def _iterate_cgroup_limits(
             limit, used = "memory.max", "memory.current"
         folder = base / name.lstrip("/")
         # A group has the limits of all groups above it.
-        for place in [folder, *(up for up in folder.parents if up.is_relative_to(base))]:
+        for place in (folder, *folder.parents):
+            if not place.is_relative_to(base):
+                continue
             most, now = _parse_numbers(place / limit).get(""), _parse_numbers(place / used).get("")
             if most is not None and now is not None:
                 table = _parse_numbers(place / "memory.stat")
@@ -336,15 +351,17 @@ def check_forecast(wanted: Forecast, device: str, limit: int | None) -> None:
         "memory": "what the method "
                   "remembers", "record": "the tables of results", "writing": "writing checkpoints",
     }  # fmt: skip
-    sizes = {text: getattr(wanted, name) for name, text in names.items() if getattr(wanted, name)}
-    parts = ", ".join(f"{_format_bytes(size)} for {text}" for text, size in sizes.items())
+    parts = []
+    for name, text in names.items():
+        if getattr(wanted, name):
+            parts.append(f"{_format_bytes(getattr(wanted, name))} for {text}")
     what = "a smaller model or a smaller block"
     if wanted.memory > wanted.models:
         what = "a method that remembers less"
     raise ConfigError(
         f"this run needs about {_format_bytes(wanted.needed_bytes)} of memory on {device} in "
         f"addition to its data ({_format_bytes(wanted.data)}): "
-        f"{parts}; found {_format_bytes(limit)}. Take fewer clients, {what}, or a machine with more"
+        f"{', '.join(parts)}; found {_format_bytes(limit)}. Take fewer clients, {what}, or a machine with more"
     )
 
 

@@ -9,6 +9,7 @@ each other act together. Real machines have no such order.
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -74,8 +75,9 @@ class SequentialLoop(Loop):
         stopped = self.tracker.stopped.nonzero().flatten()
         if not len(stopped):
             return []
-        last = self.settings.stopped_broadcast == "last"
-        models = self.state.params if last else self.tracker.best
+        models = self.tracker.best
+        if self.settings.stopped_broadcast == "last":
+            models = self.state.params
         state = dataclasses.replace(self.state.select_rows(stopped), params=models[stopped])
         # Stopped clients publish in every exchange, as if they acted with these models.
         messages = method.publish_all(self.task.select_clients(stopped), state)
@@ -84,7 +86,9 @@ class SequentialLoop(Loop):
 
 def select_loop(settings: Settings) -> type[Loop]:
     """Return the class of loop that runs the schedule of the settings."""
-    return Loop if settings.schedule == "synchronous" else SequentialLoop
+    if settings.schedule == "synchronous":
+        return Loop
+    return SequentialLoop
 
 
 class LiveExchange:
@@ -98,14 +102,10 @@ class LiveExchange:
     def __init__(self, boards: Sequence[Message], population: int) -> None:
         # exchanges of the same models share one copy
         models = {id(board.params): board.params.clone() for board in boards}
-        self.boards = [
-            Message(
-                models[id(board.params)],
-                {name: value.clone() for name, value in board.fields.items()},
-                board.ids,
-            )
-            for board in boards
-        ]
+        self.boards = []
+        for board in boards:
+            fields = {name: value.clone() for name, value in board.fields.items()}
+            self.boards.append(Message(models[id(board.params)], fields, board.ids))
         self.population = population
         self._reader, self._number = torch.zeros(1, dtype=torch.int64), 0
 
@@ -192,19 +192,19 @@ def run_sequential_round(
     # Copies: rows are assigned below, and the caller's state must not change.
     state = State(state.params.clone(), map_tensors(state.memory, torch.clone), state.shared)
     shares = rnd.task.sharing
-    boards = _make_published_messages(method, shares, rnd.task, state)
-    kept = [narrow_message(shares, message) for message in standing] or [None] * len(boards)
-    boards = [
-        _add_standing_message(board, rnd.ids, message)
-        for board, message in zip(boards, kept, strict=True)
-    ]
+    boards = []
+    published = _make_published_messages(method, shares, rnd.task, state)
+    for board, kept in zip_longest(published, standing):
+        if kept is not None:
+            kept = narrow_message(shares, kept)
+        boards.append(_add_standing_message(board, rnd.ids, kept))
     live = LiveExchange(boards, rnd.task.population)
     # The order is drawn from the round's own stream, for all clients that take part.
     order = rnd.rng.generator("order").permutation(len(rnd.ids)).tolist()
     # a client that trains first may choose other peers than from its state now
-    readings = (
-        None if early and schedule == "sequential" else _predict_reads(method, rnd, state, live)
-    )
+    readings = None
+    if not early or schedule != "sequential":
+        readings = _predict_reads(method, rnd, state, live)
     if readings is None:
         # One client at a time, since a later choice may depend on an earlier action.
         acted = [torch.tensor([row]) for row in order]
@@ -264,7 +264,8 @@ def _make_published_messages(
     out = []
     for message in method.publish_all(task, state):
         key = id(message.params)
-        models[key] = models[key] if key in models else narrow_message(shares, message).params
+        if key not in models:
+            models[key] = narrow_message(shares, message).params
         out.append(dataclasses.replace(message, params=models[key]))
     return out
 
@@ -314,9 +315,10 @@ def _predict_reads(
             return None
         # Peers that are not active do not act in this round, so nobody has to wait for them.
         row_of = {client: row for row, client in enumerate(rnd.ids.tolist())}
-        return [
-            [row_of[peer] for peer in peers if peer in row_of] for peers in asked.peers.tolist()
-        ]
+        reads = []
+        for peers in asked.peers.tolist():
+            reads.append([row_of[peer] for peer in peers if peer in row_of])
+        return reads
     # The method ended without asking for anybody.
     return [[] for _ in range(len(rnd.ids))]
 
@@ -362,18 +364,19 @@ def _join_reports(infos: Sequence[Info], rows: Sequence[Tensor]) -> dict[str, Te
         return {}
     # The inverse of the order of the waves.
     place = torch.argsort(torch.cat(list(rows)))
-    return {
-        name: concatenate_rows(name, [info[name] for info in infos])[place] for name in infos[0]
-    }
+    joined = {}
+    for name in infos[0]:
+        joined[name] = concatenate_rows(name, [info[name] for info in infos])[place]
+    return joined
 
 
 def _add_standing_message(message: Message, ids: Tensor, standing: Message | None) -> Message:
     """Add the messages of stopped clients to a board."""
     if standing is None or standing.ids is None:
         return dataclasses.replace(message, ids=ids)
-    fields = {
-        name: torch.cat([value, standing.fields[name]]) for name, value in message.fields.items()
-    }
+    fields = {}
+    for name, value in message.fields.items():
+        fields[name] = torch.cat([value, standing.fields[name]])
     return Message(
         torch.cat([message.params, standing.params]), fields, torch.cat([ids, standing.ids])
     )

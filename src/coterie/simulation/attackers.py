@@ -169,10 +169,6 @@ def wrap_exchange(inner: Exchange, groups: AttackGroups, task: Task, seed: int) 
     if not groups:
         return inner
     part, first = task.sharing, task.initial_models(Rng(seed))
-    return AttackingExchange(
-        inner,
-        groups,
-        first if part.shares_all else part.shared.select_from(first),
-        task.population,
-        task.ids,
-    )
+    if not part.shares_all:
+        first = part.shared.select_from(first)
+    return AttackingExchange(inner, groups, first, task.population, task.ids)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Integral
 from pathlib import Path
@@ -88,7 +88,9 @@ class Progress:
     @property
     def accuracy(self) -> float:
         """The mean validation accuracy; NaN where another metric goes with the loss."""
-        return self.score if self.metric == ACCURACY.name else float("nan")
+        if self.metric != ACCURACY.name:
+            return math.nan
+        return self.score
 
 
 @dataclass(frozen=True)
@@ -215,19 +217,16 @@ class Run(Described):
             metric = known[str(name)]
             # The same clients are left out as in reports.
             value = select_defined(pd.Series(rows["value"]), losses, metric).to_numpy(float)
-            mean, away = (
-                (float(value.mean()), float(value.std())) if len(value) else (float("nan"),) * 2
-            )
+            mean = away = math.nan
+            if len(value):
+                mean, away = float(value.mean()), float(value.std())
             spread = f"{metric.format_value(mean)} ± {metric.format_value(away)}"
             final[metric.heading("test")] = f"{spread} (mean ± std over clients)"
-        lost = (
-            f"{len(self.diverged)} of {len(self.params)} clients" if self.diverged else "no client"
-        )
-        lost += (
-            f" ({format_clients(self.names, self.diverged)})"
-            if self.diverged and self.names
-            else ""
-        )
+        lost = "no client"
+        if self.diverged:
+            lost = f"{len(self.diverged)} of {len(self.params)} clients"
+        if self.diverged and self.names:
+            lost += f" ({format_clients(self.names, self.diverged)})"
         return f"Run of {self.label!r} with seed {self.seed}", {
             "method": format_brief(self.method),
             "clients": len(self.params),
@@ -296,12 +295,12 @@ def simulate(
     )
     check_device(settings.device)
     started = time.perf_counter()
-    folder = None if folder is None else Path(folder)
-    with (
-        # Outermost: a library may run out of memory anywhere inside.
-        _memory.translate_memory_errors(settings.device),
-        nullcontext() if folder is None else claim_folder(folder),
-    ):
+    claim: AbstractContextManager[Any] = nullcontext()
+    if folder is not None:
+        folder = Path(folder)
+        claim = claim_folder(folder)
+    # The claim is inside: a library may run out of memory anywhere in it.
+    with _memory.translate_memory_errors(settings.device), claim:
         # Under the claim: no other process can begin a run in between.
         if folder is not None and not resume and checkpoint.has_run(folder):
             raise RunExistsError(
@@ -309,21 +308,25 @@ def simulate(
             )
         # Engines agree up to rounding only: a resumed run keeps the one that it began with.
         chosen: Path | None = None
+        began, data = {}, ""
         if folder is not None and settings.engine == "auto":
             chosen = _find_run_with_engine(folder, resume)
-        began = {} if chosen is None else checkpoint.load_engine(chosen)
+        if chosen is not None:
+            began = checkpoint.load_engine(chosen)
         # Of the data as they were given, before anything is changed in them.
-        data = "" if folder is None else federation.compute_digest()
+        if folder is not None:
+            data = federation.compute_digest()
         # Newcomers first: the rest of the run is that of a federation without them.
         parts = separate_newcomers(federation, settings, method, seed)
         attacked = attackers.choose_attackers(federation, settings.attack_list, seed)
         federation = attackers.flip_labels(federation, attacked)
-        taking = federation if parts is None else parts.participants
-        with (
-            nullcontext()
-            if notes is None
-            else report_compiling(lambda text: notes(Note(label or method.kind, seed, text)))
-        ):
+        taking = federation
+        if parts is not None:
+            taking = parts.participants
+        reporting: AbstractContextManager[Any] = nullcontext()
+        if notes is not None:
+            reporting = report_compiling(lambda text: notes(Note(label or method.kind, seed, text)))
+        with reporting:
             own = dataclasses.replace(settings, **began)
             task = make_task(taking, method, model, own, plan_runs=plan_runs)
             if chosen is not None:
@@ -344,7 +347,9 @@ def simulate(
         identity = checkpoint.compute_identity(
             method, settings, seed, taking, task, custom_model_name(model)
         )
-        earlier = checkpoint.load(folder, loop, identity) if folder is not None and resume else {}
+        earlier = {}
+        if folder is not None and resume:
+            earlier = checkpoint.load(folder, loop, identity)
         for line in loop.check_translation(taking):
             if notes is not None:
                 notes(Note(label or method.kind, seed, line))
@@ -433,7 +438,9 @@ def reopen_loop(
     parts = separate_newcomers(federation, settings, method, seed)
     attacked = attackers.choose_attackers(federation, settings.attack_list, seed)
     federation = attackers.flip_labels(federation, attacked)
-    taking = federation if parts is None else parts.participants
+    taking = federation
+    if parts is not None:
+        taking = parts.participants
     task = make_task(
         taking, method, model, dataclasses.replace(settings, **checkpoint.load_engine(Path(folder)))
     )
@@ -474,12 +481,11 @@ def _make_record(
     hidden: Tensor | None,
     data: str = "",
 ) -> Record:
-    truth = (
-        federation.truth.cluster
-        if federation.truth is not None
-        else torch.full((federation.population,), -1)
-    )
-    ids = None if parts is None else parts.ids
+    truth, ids = torch.full((federation.population,), -1), None
+    if federation.truth is not None:
+        truth = federation.truth.cluster
+    if parts is not None:
+        ids = parts.ids
     return Record(truth, federation.names_by_id, ids, hidden, settings.record_similarities, data)
 
 
@@ -559,7 +565,7 @@ def check_driver_memory(
         data=federation.nbytes,
         remembered=_memory.estimate_method_memory(method, task)[0],
         rounds=settings.rounds,
-        reads=0.0 if method.server else _expected_reads(method, task),
+        reads=_expected_reads(method, task),
     )
     _memory.check_forecast(wanted, "cpu", _memory.available_bytes("cpu"))
 
@@ -572,13 +578,10 @@ def _forecast_run(
     if judges:  # a reputation has strikes of one byte and pauses of four, for each pair of clients
         remembered += 5 * len(task) * task.population
     elsewhere = task.population - len(task)
-    reads = 0.0 if method.server else _expected_reads(method, task)
-    # A participation above 1 is a count of clients.
-    share = (
-        settings.participation
-        if settings.participation <= 1
-        else settings.participation / task.population
-    )
+    reads = _expected_reads(method, task)
+    share = settings.participation
+    if share > 1:  # a count of clients
+        share /= task.population
     # From elsewhere come at most as many models as there are clients.
     received = min(elsewhere, reads * len(task))
     if method.server:
@@ -612,7 +615,9 @@ def _forecast_run(
 
 
 def _expected_reads(method: Method, task: Task) -> float:
-    """Return how many models a client requests in the first round; ten where not predicted."""
+    """Return how many peers' models a client reads in the first round; ten where not known."""
+    if method.server:
+        return 0.0
     try:
         return method.cost(CostSetting.from_task(task), 0).models
     except ConfigError:

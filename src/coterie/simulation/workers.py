@@ -66,12 +66,16 @@ class _Worker(Generic[J]):
 def count_cores() -> int:
     """Return the number of cores that this process may use."""
     # Only the cores that this process may use, where the system says which.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def default_workers(device: str) -> int:
     """Return the default number of processes: one for each core, or one for a device's memory."""
-    return count_cores() if device == "cpu" else 1
+    if device != "cpu":
+        return 1
+    return count_cores()
 
 
 def fan_out(work: Work[J, R], jobs: Iterable[J], workers: int, emit: Emit) -> Iterator[tuple[J, R]]:
