@@ -55,15 +55,12 @@ def pack_table(
             return whole, None
     out = {name + _KEPT: np.concatenate(kept)}
     if table.dtype != torch.bool:
-        out |= {
-            name + part: values for part, values in _narrow_values(np.concatenate(parts)).items()
-        }
+        for part, values in _narrow_values(np.concatenate(parts)).items():
+            out[name + part] = values
     if sum(values.nbytes for values in out.values()) > _MAX_SHARE * table.nbytes:
         return whole, None
-    return (
-        {key: torch.from_numpy(values) for key, values in out.items()},
-        {"shape": list(table.shape), "dtype": str(table.dtype).removeprefix("torch.")},
-    )
+    header = {"shape": list(table.shape), "dtype": str(table.dtype).removeprefix("torch.")}
+    return {key: torch.from_numpy(values) for key, values in out.items()}, header
 
 
 def unpack_table(
@@ -80,10 +77,9 @@ def unpack_table(
     kept = tensors[name + _KEPT].numpy()
     # On large pages, as the tables of a running method are.
     out = pages.empty(rows, columns, dtype=dtype)
-    values, start = (
-        None if dtype == torch.bool else _widen_values(name, tensors, out.numpy().dtype),
-        0,
-    )
+    values, start = None, 0
+    if dtype != torch.bool:  # of which the bits are all there is
+        values = _widen_values(name, tensors, out.numpy().dtype)
     for first in range(0, rows, _CHUNK_ROWS):
         # `count` leaves out the bits that fill up the last byte of a row.
         some = np.unpackbits(kept[first : first + _CHUNK_ROWS], axis=1, count=columns).view(bool)
@@ -113,12 +109,10 @@ def _view_as_bits(array: np.ndarray) -> np.ndarray:
 def _narrow_values(values: np.ndarray) -> dict[str, np.ndarray]:
     if values.dtype.kind in "iu" and len(values):
         ends = int(values.min()), int(values.max())
-        kinds = ("int8", "int16", "int32", "int64") if values.dtype.kind == "i" else ("uint8",)
-        fits = next(
-            kind
-            for kind in kinds
-            if np.iinfo(kind).min <= ends[0] and ends[1] <= np.iinfo(kind).max
-        )
+        fits = "uint8"
+        if values.dtype.kind == "i":
+            kinds = map(np.iinfo, ("int8", "int16", "int32", "int64"))
+            fits = next(one.dtype for one in kinds if one.min <= ends[0] and ends[1] <= one.max)
         # The fitting type alone is not stored: the tensor itself has it.
         return {_SHORT: values.astype(fits)}
     if values.dtype != np.float64:

@@ -100,9 +100,8 @@ def compute_identity(
         federation.compute_fingerprint(),
         str(task.layout.eval_module),
     ]
-    what += [model] if model else []
-    what += [task.layout.frozen_digest] if task.layout.frozen else []
-    what += [task.model.given_digest] if task.model.given_digest else []
+    # Each is "" where there is none.
+    what += filter(None, (model, task.layout.frozen_digest, task.model.given_digest))
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -125,16 +124,22 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
             # Memory and shared state can be tables of the whole population that are mostly zeros.
             parts, header = _compact.pack_table(f"state.{part}.{k}", v)
             tensors |= parts
-            compact |= {} if header is None else {f"state.{part}.{k}": header}
-    tensors |= {f"state.moments.{k}": v for k, v in _list_tensors(loop.state.moments).items()}
-    for one in loop.extensions:
-        tensors |= {f"state.{one.name}.{k}": v for k, v in _list_tensors(one.state).items()}
-    tensors |= {f"tracker.{k}": v for k, v in _list_tensors(loop.tracker).items()}
-    tensors |= {f"validation.{k}": v for k, v in loop.validation.items()}
-    tensors |= {f"privacy.{k}": v for k, v in loop.task.trainer.totals.privacy.snapshot().items()}
-    tensors |= {f"exchange.{k}": v for k, v in getattr(loop.exchange, "snapshot", dict)().items()}
+            if header is not None:
+                compact[f"state.{part}.{k}"] = header
     record, names = loop.record.snapshot()
-    tensors |= {f"record.{k}": v for k, v in record.items()}
+    owners = {"state.moments": _list_tensors(loop.state.moments)}
+    for one in loop.extensions:
+        owners[f"state.{one.name}"] = _list_tensors(one.state)
+    owners |= {
+        "tracker": _list_tensors(loop.tracker),
+        "validation": loop.validation,
+        "privacy": loop.task.trainer.totals.privacy.snapshot(),
+        "exchange": getattr(loop.exchange, "snapshot", dict)(),
+        "record": record,
+    }
+    for owner, found in owners.items():
+        for name, tensor in found.items():
+            tensors[f"{owner}.{name}"] = tensor
     meta = {
         "round": loop.next_round,
         "identity": run,
@@ -219,7 +224,9 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     # `_fill_fields` moves each to its place
     tensors = _load_tensors(folder / name, found.get("compact", {}), "cpu")
     # The times are lost with a damaged provenance file; results do not depend on them.
-    stored = {} if faults[PROVENANCE] else json.loads((folder / PROVENANCE).read_text("utf-8"))
+    stored = {}
+    if not faults[PROVENANCE]:
+        stored = json.loads((folder / PROVENANCE).read_text("utf-8"))
     earlier = stored.get("timing", {})
     # A run is checked once; one without a result is checked now.
     loop.translation = stored.get("check", {})
@@ -229,10 +236,8 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
 
     # The loop's first state gives the names, the classes and the devices.
     state = loop.state
-    memory, shared = (
-        _fill_fields(state.memory, select_tensors("state.memory.")),
-        _fill_fields(state.shared, select_tensors("state.shared.")),
-    )
+    memory = _fill_fields(state.memory, select_tensors("state.memory."))
+    shared = _fill_fields(state.shared, select_tensors("state.shared."))
     moments = _fill_fields(state.moments, select_tensors("state.moments."))
     for one in loop.extensions:
         one.state = _fill_fields(one.state, select_tensors(f"state.{one.name}."))
@@ -258,10 +263,9 @@ def _load_tensors(path: Path, compact: dict[str, Any], device: str) -> dict[str,
     # "#" marks the parts of compact tables, which need other tensors to be read.
     stored = load_file(str(path))
     tensors = {name: tensor.to(device) for name, tensor in stored.items() if "#" not in name}
-    return tensors | {
-        name: _compact.unpack_table(name, header, stored).to(device)
-        for name, header in compact.items()
-    }
+    for name, header in compact.items():
+        tensors[name] = _compact.unpack_table(name, header, stored).to(device)
+    return tensors
 
 
 def _find_newest(folder: Path) -> tuple[str, dict[str, Any]]:
@@ -300,11 +304,8 @@ def load_engine_reason(folder: Path) -> str:
 
 def find_faults(folder: Path) -> list[str]:
     """Describe which result files of a run are missing or damaged."""
-    return [
-        fault
-        for name in (METRICS, EDGES, PROVENANCE)
-        if (fault := manifest.describe_fault(folder, name))
-    ]
+    faults = (manifest.describe_fault(folder, name) for name in (METRICS, EDGES, PROVENANCE))
+    return list(filter(None, faults))
 
 
 def is_done(folder: Path) -> bool:
@@ -382,21 +383,21 @@ def _select_given(**entries: Any) -> dict[str, Any]:
 
 def _list_tensors(value: Any) -> dict[str, Tensor]:
     """Return the tensors of a dataclass by name; none for None."""
-    return (
-        {} if value is None else {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    )
+    if value is None:
+        return {}
+    return {item.name: getattr(value, item.name) for item in dataclasses.fields(value)}
 
 
 def _fill_fields(like: Any, tensors: dict[str, Tensor]) -> Any:
     """Return a dataclass like another, with stored tensors on the same devices."""
     if like is None:
         return None
-    missing = [f.name for f in dataclasses.fields(like) if f.name not in tensors]
+    places = {name: value.device for name, value in _list_tensors(like).items()}
+    missing = [name for name in places if name not in tensors]
     if missing:
         raise CheckpointError(
             f"the checkpoint has no {missing[0]!r}; it was written by another version"
         )
-    places = {name: value.device for name, value in _list_tensors(like).items()}
     return dataclasses.replace(
         like, **{name: tensors[name].to(place) for name, place in places.items()}
     )

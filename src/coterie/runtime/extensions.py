@@ -116,7 +116,9 @@ class AcceptanceExtension(Extension):
         """Put the judging exchange around the round's, and take away members in quarantine."""
         # A cohort's rows, because the wrapper numbers clients by their rows in the round.
         whole = len(rows) == len(self.state.first)
-        reputation = self.state if whole else self.state.take_rows(rows)
+        reputation = self.state
+        if not whole:
+            reputation = reputation.take_rows(rows)
         exchange = AcceptingExchange(rnd.exchange, self.rules, rnd.task, reputation, rnd.index)
         reachable = rnd.reachable
         if self.rules.quarantine:

@@ -23,7 +23,9 @@ def select_final_tests(table: pd.DataFrame) -> pd.DataFrame:
         ((table["split"] == "test") & (table["round"] == table["round"].max())).to_numpy()
     ]
     best = tests.loc[(tests["model"] == "best").to_numpy()]
-    return tests if best.empty else best
+    if best.empty:
+        return tests
+    return best
 
 
 def select_defined(values: pd.Series, losses: pd.Series, metric: metrics.Metric) -> pd.Series:
@@ -40,7 +42,9 @@ def select_defined(values: pd.Series, losses: pd.Series, metric: metrics.Metric)
     """
     built_in = metrics.REGISTRY.get(metric.name)
     # a stored custom metric has no function, but all of them that are on samples had one
-    of_outputs = metric.on_samples if built_in is None else built_in.function is not None
+    of_outputs = metric.on_samples
+    if built_in is not None:
+        of_outputs = built_in.function is not None
     if not of_outputs or not bool(values.isna().any()):
         return values
     # A client without a loss counts as diverged too: `reindex` gives it NaN.
@@ -67,10 +71,12 @@ def find_diverged(table: pd.DataFrame) -> Bool[np.ndarray, " rows"]:
     lost = table.loc[is_loss & bad, key]
     measured = table.loc[is_loss & ~bad, ["client", "split"]].drop_duplicates()
     known = pd.MultiIndex.from_frame(measured.astype(str))
-    told = table.loc[(table["metric"] == metrics.DIVERGED.name).to_numpy(), "client"].unique()
+    diverged_ids = table.loc[
+        (table["metric"] == metrics.DIVERGED.name).to_numpy(), "client"
+    ].unique()
     has_data = (
         pd.MultiIndex.from_frame(lost[["client", "split"]].astype(str)).isin(known)
-        | lost["client"].isin(told).to_numpy()
+        | lost["client"].isin(diverged_ids).to_numpy()
         # Every client has test samples, and so has one that joins at the end.
         | lost["split"].isin(("test", "new_clients")).to_numpy()
     )
@@ -135,14 +141,15 @@ def compute_reductions(
         samples: test samples of each.
         label: the found clusters; without them accuracy is not reduced cluster by cluster.
     """
-    found = None if label is None else label.cpu()
-    values = {
-        entry.name: metrics.reduce_over_clients(accuracy, samples, found, how=how)
-        for how, entry in metrics.REDUCTIONS.items()
-        if found is not None or how == "sample_weighted"
-    }
-    # float64, as the table of metrics has it.
-    return {name: torch.full((len(accuracy),), value).double() for name, value in values.items()}
+    if label is not None:
+        label = label.cpu()
+    values = {}
+    for how, entry in metrics.REDUCTIONS.items():
+        if label is not None or how == "sample_weighted":
+            value = metrics.reduce_over_clients(accuracy, samples, label, how=how)
+            # float64, as the table of metrics has it.
+            values[entry.name] = torch.full((len(accuracy),), value).double()
+    return values
 
 
 def compute_maxima(table: pd.DataFrame, clients: np.ndarray) -> dict[str, Tensor]:

@@ -64,7 +64,9 @@ class Tracker:
         # No loss is infinite at first, so that the first evaluation is the best one so far.
         nothing = torch.full((number,), torch.inf, dtype=params.dtype)
         zero = torch.zeros(number, dtype=torch.int64)
-        return Tracker(nothing, params.clone() if keep else params[:0].clone(), zero, zero.bool())
+        if not keep:
+            params = params[:0]
+        return Tracker(nothing, params.clone(), zero, zero.bool())
 
     def observe(
         self,
@@ -91,8 +93,9 @@ class Tracker:
         worse = measured & ~better
         # `rounds` counts for the rounds between two evaluations.
         bad = torch.where(better, 0, self.bad + rounds * worse.to(torch.int64))
-        stopped = self.stopped | (bad >= patience) if patience is not None else self.stopped
-        best = self.best
+        stopped, best = self.stopped, self.best
+        if patience is not None:
+            stopped = stopped | (bad >= patience)
         if len(best) and bool(better.any()):
             # `where` copies, so that earlier trackers stay as they are.
             best = torch.where(better.to(params.device)[:, None], params, self.best)
@@ -134,7 +137,9 @@ class Loop:
         self.task, self.rng = task.for_round(rng), rng
         self.method, self.exchange, self.settings, self.record = method, exchange, settings, record
         self.order: Order = settings.order or method.order
-        self.extensions = make_extensions(method, settings) if extensions is None else extensions
+        if extensions is None:
+            extensions = make_extensions(method, settings)
+        self.extensions = extensions
         self.state = self._init_state(task)
         self.tracker = Tracker.start(self.state.params, settings.keeps_best_models(method.server))
         self.evaluated_models: Tensor | None = None  # the models of the final evaluation
@@ -235,7 +240,10 @@ class Loop:
     def run_next_round(self) -> None:
         """Do the warm-up or one round."""
         index = self.next_round
-        self._warm_up() if index < 0 else self._run_round(index)
+        if index < 0:
+            self._warm_up()
+        else:
+            self._run_round(index)
         self.next_round += 1
 
     def _task_at(self, index: int) -> Task:
@@ -246,12 +254,10 @@ class Loop:
         # Reachable are the members of the cohort: the others publish nothing in this round.
         reachable = torch.zeros(self.task.population, dtype=torch.bool)
         reachable[cohort] = True
-        whole = len(rows) == len(self.task)
-        task = self._task_at(index)
-        task = task if whole else task.select_clients(rows)
-        exchange = narrow_exchange(
-            self.exchange, task.sharing, self.state.params if whole else self.state.params[rows]
-        )
+        task, params = self._task_at(index), self.state.params
+        if len(rows) < len(self.task):
+            task, params = task.select_clients(rows), params[rows]
+        exchange = narrow_exchange(self.exchange, task.sharing, params)
         rnd = Round(
             index=index,
             task=task,
@@ -315,8 +321,10 @@ class Loop:
             self._finish_round(index, rows, {})
             return
         rnd = self._make_round(index, rows, cohort)
-        whole = len(rows) == len(self.task)
-        part = self.state if whole else self.state.select_rows(rows)
+        # Without copies where all clients take part.
+        part, whole = self.state, len(rows) == len(self.task)
+        if not whole:
+            part = self.state.select_rows(rows)
         new, info = self._apply_method(rnd, part)
         if part.moments is not None and new.moments is None:
             raise ConfigError(
@@ -325,7 +333,9 @@ class Loop:
             )
         for extension in self.extensions:
             info = extension.finish_round(rnd, rows, info)
-        self.state = new if whole else self.state.replace_rows(rows, new)
+        if not whole:
+            new = self.state.replace_rows(rows, new)
+        self.state = new
         self.record.add_edges(index, self.task.ids[rows], info)
         self._finish_round(index, rows, info)
 
@@ -340,7 +350,9 @@ class Loop:
                 self.state.shared, rng, population, self.settings.participation
             )
 
-        return self.exchange.agree_on_cohort(draw_cohort) if method.server else draw_cohort()
+        if not method.server:
+            return draw_cohort()
+        return self.exchange.agree_on_cohort(draw_cohort)
 
     def _apply_method(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Run the method's round for the clients that take part."""
@@ -361,16 +373,16 @@ class Loop:
         # trained last
         trained = info.get("trained")
         judged = params
-        if trained is not None:
-            judged = (
-                trained
-                if len(rows) == len(ids)
-                else params.index_copy(0, rows.to(params.device), trained)
-            )
+        if trained is not None and len(rows) == len(ids):
+            judged = trained
+        elif trained is not None:
+            judged = params.index_copy(0, rows.to(params.device), trained)
         measured = torch.zeros(len(ids), dtype=torch.bool)
         # A server serves every client after each round, so all are measured; of peers only the
         # ones that took part have changed.
-        measured[slice(None) if self.method.server else rows] = True
+        measured[rows] = True
+        if self.method.server:
+            measured[:] = True
         if bool(measured.all()):
             values = self._task_at(index).evaluator.evaluate_split(judged, "validation")
         else:
@@ -384,7 +396,9 @@ class Loop:
             known = self.validation.get(name, torch.full((len(ids),), torch.nan, dtype=value.dtype))
             self.validation[name] = known.masked_scatter(measured, value.cpu())
         unknown = self.task.count_samples("validation") == 0
-        patience = None if self.method.server else self.settings.patience
+        patience = self.settings.patience
+        if self.method.server:  # whose clients do not stop by themselves
+            patience = None
         before = self.tracker.stopped
         loss = self.validation[metrics.LOSS.name]
         self.tracker = self.tracker.observe(
@@ -393,11 +407,9 @@ class Loop:
         new = self.tracker.stopped & ~before
         if bool(new.any()):
             # A stopped client publishes this model from now on.
-            models = (
-                self.tracker.best
-                if self.settings.stopped_broadcast == "best"
-                else self.state.params
-            )
+            models = self.state.params
+            if self.settings.stopped_broadcast == "best":
+                models = self.tracker.best
             narrow_exchange(self.exchange, self.task.sharing, models).retire_clients(
                 ids[new], models[new]
             )
@@ -493,7 +505,7 @@ class Loop:
             state: another state than that of the run, of the same clients.
         """
         rnd = self._make_evaluation_round(self.next_round - 1)
-        return self.method.newcomer_model(rnd, self.state if state is None else state)
+        return self.method.newcomer_model(rnd, state or self.state)
 
     def served_models(self) -> tuple[Float[Tensor, "clients params"], Info]:
         """Return the models that serve the clients now, and what the method reports of them."""
@@ -510,22 +522,15 @@ class Loop:
     def _evaluate_on_tests(self, index: int, params: Tensor) -> dict[str, Tensor]:
         """Return the metrics on the test sets, including the settings' extra metrics."""
         task, wanted = self._task_at(index), set(self.settings.metrics)
-        balanced, prior, overall = (
-            one.name
-            for one in (
-                metrics.BALANCED_ACCURACY,
-                metrics.TRAIN_PRIOR_ACCURACY,
-                metrics.GLOBAL_ACCURACY,
-            )
-        )
+        balanced, prior = metrics.BALANCED_ACCURACY.name, metrics.TRAIN_PRIOR_ACCURACY.name
+        overall = metrics.GLOBAL_ACCURACY.name
         accuracy = metrics.ACCURACY.name in task.engine.metrics and self.task.classes > 0
         if not accuracy or not wanted & {balanced, prior}:
             values = task.evaluate(params)
         else:
             values, recall, number = task.evaluator.evaluate_by_class(params)
-            values |= task.evaluator.evaluate_metrics(
-                params, [one for one in task.evaluator.metrics if one.name != balanced]
-            )
+            others = [one for one in task.evaluator.metrics if one.name != balanced]
+            values |= task.evaluator.evaluate_metrics(params, others)
             if balanced in wanted:
                 values[balanced] = recall.nanmean(1)
             if prior in wanted:
@@ -546,11 +551,9 @@ class Loop:
             entry = known[name]
             if entry.undefined and bool(value.isnan().any()):
                 ids = self.task.ids[value.isnan().cpu()].tolist()
-                who = (
-                    format_clients(self.record.client_names, ids)
-                    if self.record.client_names
-                    else f"client {format_clients({}, ids)}"
-                )
+                who = format_clients(self.record.client_names, ids)
+                if not self.record.client_names:
+                    who = f"client {who}"
                 self.undefined_reasons[name] = (
                     f"{entry.title} is undefined: {entry.undefined} ({who})"
                 )
@@ -560,10 +563,9 @@ class Loop:
     ) -> dict[str, Tensor]:
         """Return the extra metrics of the whole run, from the final test of all clients."""
         wanted, values, seen = self.settings.metrics, {}, self.counted
-        label, tested = (
-            None if label is None else label.cpu()[seen],
-            {n: v.cpu()[seen] for n, v in tested.items()},
-        )
+        tested = {name: value.cpu()[seen] for name, value in tested.items()}
+        if label is not None:
+            label = label.cpu()[seen]
         if "reductions" in wanted and (name := metrics.ACCURACY.name) in tested:
             values |= final_metrics.compute_reductions(
                 tested[name], self.task.data.count_test_samples()[seen], label
@@ -577,7 +579,9 @@ class Loop:
             )
             if label is not None:
                 # -1 marks an unknown cluster: a comparison needs all of them.
-                truth = planted if bool((planted >= 0).all()) else None
+                truth = None
+                if bool((planted >= 0).all()):
+                    truth = planted
                 scores, reasons = final_metrics.explain_cluster_metrics(
                     label, truth, self.task.class_counts()[seen]
                 )

@@ -149,11 +149,13 @@ class SavedModelSpec:
 
         kept = {
             **stored,
-            "tensors": {which: (place[0], place[1]) for which, place in stored["tensors"].items()},
+            "tensors": {which: tuple(place) for which, place in stored["tensors"].items()},
             "state": parse_entries("state"),
             "hidden": parse_entries("hidden"),
             "inputs": InputForm.from_json(stored["inputs"]),
-            **{name: tuple(stored[name]) for name in ("class_names", "ids", "names")},
+            "class_names": tuple(stored["class_names"]),
+            "ids": tuple(stored["ids"]),
+            "names": tuple(stored["names"]),
         }
         return SavedModelSpec(**kept)
 
@@ -207,9 +209,9 @@ class Models(Described):
         # A name wins over a number: clients may be called "0" or "1".
         if isinstance(client, str) and client in names:
             return names.index(client)
-        number = int(client) if not isinstance(client, str) or client.isdecimal() else -1
-        if number in ids:
-            return ids.index(number)
+        is_number = not isinstance(client, str) or client.isdecimal()
+        if is_number and int(client) in ids:
+            return ids.index(int(client))
         if names:
             raise ConfigError(describe_unknown("client", str(client), names))
         raise ConfigError(
@@ -219,7 +221,9 @@ class Models(Described):
     def client_name(self, client: int | str) -> str:
         """Return a client's name, or "client N" where clients are numbers."""
         row = self.find_row(client)
-        return self.spec.names[row] if self.spec.names else format_client({}, self.spec.ids[row])
+        if not self.spec.names:
+            return format_client({}, self.spec.ids[row])
+        return self.spec.names[row]
 
     # ------------------------------------------------------------------ models
 
@@ -278,7 +282,9 @@ class Models(Described):
         require(which in get_args(Which), "which", which, "'evaluated', 'best_val' or 'final'")
         if recipe.missing:
             raise ModelError(recipe.missing)
-        wanted = recipe.evaluated if which == "evaluated" else which
+        wanted = which
+        if which == "evaluated":
+            wanted = recipe.evaluated
         if wanted in self.loaded_rows:
             return self.loaded_rows[wanted][place].cpu()
         if wanted not in recipe.tensors:
@@ -307,9 +313,12 @@ class Models(Described):
             kind = getattr(torch, one.dtype)
             # Rows hold floating-point numbers; a counter is rounded, because truncation would lose
             # 1 where a merge left 2.9999.
-            whole = value.is_floating_point() and not kind.is_floating_point
-            value = (value.round() if whole else value).to(kind)
-            found[one.name] = value if one.start < 0 and self.spec.frozen else value.clone()
+            if value.is_floating_point() and not kind.is_floating_point:
+                value = value.round()
+            value = value.to(kind)
+            if one.start >= 0 or not self.spec.frozen:
+                value = value.clone()
+            found[one.name] = value
         return found
 
     def _make_template(self) -> nn.Module:
@@ -326,12 +335,11 @@ class Models(Described):
         own = make_template(
             resolve_model(self.network, inputs.features, recipe.outputs, inputs.parts)
         )
-        found = {
+        found = {}
+        for name, tensor in own.state_dict().items():
             # `get_extra_state` may give entries that are no tensors.
-            name: tuple(tensor.shape)
-            for name, tensor in own.state_dict().items()
-            if isinstance(tensor, Tensor)
-        }
+            if isinstance(tensor, Tensor):
+                found[name] = tuple(tensor.shape)
         wanted = {one.name: one.shape for one in recipe.state}
         if found != wanted:
             odd = next(name for name in {**wanted, **found} if found.get(name) != wanted.get(name))
@@ -347,7 +355,10 @@ class Models(Described):
     def convert_inputs(self, client: int | str, x: Any) -> Tensor:
         """Return inputs as the federation held them, from raw ones; see `predict`."""
         place = self.find_row(client)
-        found = self.spec.inputs.prepare_inputs(x, self.fitted[place] if self.fitted else None)
+        fitted = None
+        if self.fitted:
+            fitted = self.fitted[place]
+        found = self.spec.inputs.prepare_inputs(x, fitted)
         if not len(found):
             raise DataError("x has no samples; expected one or more")
         return found
@@ -418,8 +429,13 @@ class Models(Described):
         if recipe.form == "labels":
             # Each label is a choice of its own, so there is no largest one.
             return (chances > 0.5).to(torch.int64).numpy()
-        classes = chances.argmax(-1 if recipe.form == "class" else recipe.class_axis).numpy()
-        return np.array(recipe.class_names)[classes] if recipe.class_names else classes
+        axis = recipe.class_axis
+        if recipe.form == "class":
+            axis = -1
+        classes = chances.argmax(axis).numpy()
+        if recipe.class_names:
+            classes = np.array(recipe.class_names)[classes]
+        return classes
 
     # ------------------------------------------------------------------ files
 
@@ -474,8 +490,11 @@ def collect_models(
     tensors = {}
     # Where the rows are the checkpoint's own columns, the file points to it.
     if slots is layout.slots and not missing:
-        tensors |= {"best_val": (checkpoint.FILE, "tracker.best")} if len(loop.tracker.best) else {}
-        tensors |= {} if loop.method.server else {"final": (checkpoint.FILE, "state.params")}
+        if len(loop.tracker.best):
+            tensors["best_val"] = (checkpoint.FILE, "tracker.best")
+        # With a server the clients are served models of its state.
+        if not loop.method.server:
+            tensors["final"] = (checkpoint.FILE, "state.params")
     if not missing:
         # Otherwise the file of models holds the rows itself.
         tensors.setdefault(evaluated, (FILE, _ROWS))
@@ -551,11 +570,10 @@ folder of a finished run, <study>/<method>/seed-<n>
         # `file` is no mapping, so it can be read by `keys` alone.
         kept = [name for name in file.keys() if name not in (_ROWS, _ROW_OF)]  # noqa: SIM118
         tensors = {name: file.get_tensor(name) for name in kept}
-    fixed = {
-        name.removeprefix(_FIXED): tensor
-        for name, tensor in tensors.items()
-        if name.startswith(_FIXED)
-    }
+    fixed = {}
+    for name, tensor in tensors.items():
+        if name.startswith(_FIXED):
+            fixed[name.removeprefix(_FIXED)] = tensor
     if recipe.frozen:
         _check_file(path, recipe.frozen)
         fixed |= _frozen.load_file(path / recipe.frozen)
@@ -567,10 +585,11 @@ folder of a finished run, <study>/<method>/seed-<n>
 
 def _describe_named_model(model: ModelSource) -> dict[str, Any] | None:
     """Return kind and options of a model by name as JSON values; None for other models."""
-    named = NamedModel(model) if isinstance(model, str) else model
-    if not isinstance(named, NamedModel):
+    if isinstance(model, str):
+        model = NamedModel(model)
+    if not isinstance(model, NamedModel):
         return None
-    described = {"kind": named.kind, "options": dict(named.options)}
+    described = {"kind": model.kind, "options": dict(model.options)}
     try:
         return json.loads(json.dumps(described))
     except TypeError:  # an option that only Python has
@@ -595,12 +614,10 @@ def _list_entries(
         state.append(_make_entry(key, tensor, slot))
         if slot is None:
             fixed[key] = rest.get(name, tensor).detach().to(tensor.dtype)
-    known = {one.name for one in state}
-    hidden = [
-        _make_entry(name, tensor, places[name])
-        for name, tensor in once
-        if name in places and name not in known
-    ]
+    known, hidden = {one.name for one in state}, []
+    for name, tensor in once:
+        if name in places and name not in known:
+            hidden.append(_make_entry(name, tensor, places[name]))
     return tuple(state), tuple(hidden), fixed
 
 
@@ -612,7 +629,9 @@ def _make_entry(name: str, tensor: Tensor, slot: Slot | None) -> TensorEntry:
 
 
 def _describe_shape(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else f"of shape {shape}"
+    if shape is None:
+        return "missing"
+    return f"of shape {shape}"
 
 
 def _deduplicate_rows(
@@ -632,11 +651,8 @@ def _deduplicate_rows(
 
 
 def _write_models(tensors: Mapping[str, Tensor], described: str, path: Path) -> None:
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        path,
-        metadata={"coterie": described},
-    )
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, path, metadata={"coterie": described})
 
 
 def _check_file(folder: Path, name: str) -> None:
@@ -653,12 +669,15 @@ def _load_stored_row(
     with safe_open(str(folder / name), framework="pt") as file:
         # The file of models is written at the end; the checkpoint may belong to a run made longer
         # since.
-        found = rounds if name == FILE else json.loads((file.metadata() or {})["coterie"])["round"]
+        found = rounds
+        if name != FILE:
+            found = json.loads((file.metadata() or {})["coterie"])["round"]
         if found != rounds:
             raise CheckpointError(
                 f"{folder} had ended after {rounds} rounds and was made longer; it is at {found}: "
                 "resume it to its end"
             )
-        row = int(file.get_tensor(_ROW_OF)[place]) if tensor == _ROWS else place
+        if tensor == _ROWS:  # which has equal models once
+            place = int(file.get_tensor(_ROW_OF)[place])
         # A slice reads one row from the file, not the whole population.
-        return file.get_slice(tensor)[row : row + 1][0]
+        return file.get_slice(tensor)[place : place + 1][0]

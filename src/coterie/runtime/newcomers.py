@@ -12,7 +12,7 @@ takes the one with the least loss on its training data, and continues to train i
 train, it is in every cohort from then on.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -210,12 +210,11 @@ def join_newcomers(
     Returns:
         The tested model of each newcomer.
     """
-    rows, going = (
-        parts.newcomer_rows,
-        loop if loop.settings.new_client_others == "training" else None,
-    )
+    rows, going = parts.newcomer_rows, None
     reachable = torch.ones(task.population, dtype=torch.bool)
-    if going is None:
+    if loop.settings.new_client_others == "training":
+        going = loop
+    else:
         # Newcomers do not read each other while the others are frozen.
         reachable[rows] = False
     door = InMemory(task.ids, task.population)
@@ -229,11 +228,10 @@ def join_newcomers(
             last, loop.rng.at_round(last), taking.layout, taking.population, None, taking.sharing
         )
         table = loop.method.newcomer_candidates(context, loop.state.shared)
-        models = (
-            iterate_served_models(now, table)
-            if going is None
-            else _iterate_cohort_models(now, table, going)
-        )
+        if going is None:
+            models = iterate_served_models(now, table)
+        else:
+            models = _iterate_cohort_models(now, table, going)
     return evaluate_newcomers(now, models, loop.record, loop.next_round - 1)
 
 
@@ -253,10 +251,8 @@ def evaluate_newcomers(
     """
     own, best = now.newcomer_task, now.settings.evaluate == "best_val"
     measured = own.for_round(now.rng.at_round(last))
-    everybody, unknown = (
-        torch.ones(len(own), dtype=torch.bool),
-        own.count_samples("validation") == 0,
-    )
+    everybody = torch.ones(len(own), dtype=torch.bool)
+    unknown = own.count_samples("validation") == 0
     tracker: Tracker | None = None
     params = None
     for place, (params, judged) in enumerate(models):
@@ -269,10 +265,10 @@ def evaluate_newcomers(
             # Without patience: newcomers train all of their rounds.
             tracker = tracker.observe(judged, loss, everybody, unknown, None)
     assert params is not None
-    final = tracker.best if tracker is not None else params
-    record.add_metrics(
-        last, own.ids, SPLIT, "best" if best else "current", measured.evaluate(final)
-    )
+    final, model = params, "current"
+    if tracker is not None:
+        final, model = tracker.best, "best"
+    record.add_metrics(last, own.ids, SPLIT, model, measured.evaluate(final))
     return final
 
 
@@ -327,11 +323,7 @@ def _iterate_cohort_models(
     fresh, old = method.init_state(task, now.rng), loop.state
     # What members of the run remember moves into tables of the whole population; see
     # `_make_enlarger`.
-    memory = (
-        None
-        if old.memory is None
-        else zip_tensors(fresh.memory, old.memory, _make_enlarger(method.kind))
-    )
+    memory = _enlarge_memory(fresh.memory, old.memory, method.kind)
     state = State(torch.cat([old.params, received]), memory, method.add_members(old.shared, chosen))
     if old.moments is not None:
         state = replace(
@@ -395,14 +387,15 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
     def exchange_models(index: int, state: State, active: Tensor) -> State:
         new = state
         # A pass of the newcomers in their count of rounds, then one of the others in theirs.
-        passes = [(index, rows)] + (
-            [(going.next_round + index, active)] if going is not None and len(active) else []
-        )
+        passes = [(index, rows)]
+        if going is not None and len(active):
+            passes.append((going.next_round + index, active))
         for number, learning in passes:
             now.begin_round(number, now.task.ids)
             # Both passes read the models of before: `state`, not `new`.
             rnd = now.make_round(number, now.task, state.params)
-            rnd = rnd if going is None else replace(rnd, reachable=reachable)
+            if going is not None:
+                rnd = replace(rnd, reachable=reachable)
             found, _ = method.exchange_with_retries(rnd, state)
             # Only the rows that learn in this pass change.
             new = new.replace_rows(learning, found.select_rows(learning))
@@ -469,11 +462,7 @@ def join_states(loop: Loop, task: Task) -> State:
             tracker.stopped.to(old.params.device)[:, None], tracker.best, old.params
         )
     fresh = loop.method.init_state(task, loop.rng)
-    memory = (
-        None
-        if old.memory is None
-        else zip_tensors(fresh.memory, old.memory, _make_enlarger(loop.method.kind))
-    )
+    memory = _enlarge_memory(fresh.memory, old.memory, loop.method.kind)
     # The newcomers' rows come after the others', who are the first `count`.
     params = torch.cat([published, fresh.params[count:]])
     if old.moments is None:
@@ -488,8 +477,8 @@ def _join_moments(old: OptimizerState, new: OptimizerState | None) -> OptimizerS
     return zip_tensors(old, new, lambda a, b: torch.cat([a, b]))
 
 
-def _make_enlarger(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that copies a table into the same places of a larger one."""
+def _enlarge_memory(fresh: Any, old: Any, kind: str) -> Any:
+    """Copy the tables of a memory into the same places of larger ones; None stays None."""
 
     def enlarge_table(new: Tensor, before: Tensor) -> Tensor:
         # A dimension that shrinks has another meaning, so places cannot be matched.
@@ -501,7 +490,9 @@ def _make_enlarger(kind: str) -> Callable[[Tensor, Tensor], Tensor]:
             )
         out = new.clone()
         # The population's clients are the first in both tables.
-        out[tuple(slice(0, size) for size in before.shape)] = before.to(new.dtype)
+        out[tuple(map(slice, before.shape))] = before.to(new.dtype)
         return out
 
-    return enlarge_table
+    if old is None:
+        return None
+    return zip_tensors(fresh, old, enlarge_table)

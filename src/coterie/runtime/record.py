@@ -9,6 +9,7 @@ checkpoint can hold the record exactly.
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -57,9 +58,9 @@ class _ColumnTable:
         out = {}
         for name in self.columns:
             parts = [chunk[name] for chunk in self.chunks]
-            out[name] = (
-                np.concatenate(parts) if parts else np.zeros(0, dtype=_TYPES.get(name, "int32"))
-            )
+            out[name] = np.zeros(0, dtype=_TYPES.get(name, "int32"))
+            if parts:
+                out[name] = np.concatenate(parts)
         # The joined columns replace the chunks, so that the next call is free.
         if len(self.chunks) > 1:
             self.chunks = [out]
@@ -93,11 +94,9 @@ class Record:
         self.ids = None if ids is None else ids.numpy()
         self.client_names = dict(client_names or {})
         self.names: list[str] = []
-        further = SIMILARITY_COLUMNS if similarities else ()
-        self._metrics, self._edges = (
-            _ColumnTable(METRIC_COLUMNS),
-            _ColumnTable((*EDGE_COLUMNS, *further)),
-        )
+        self._metrics, self._edges = _ColumnTable(METRIC_COLUMNS), _ColumnTable(EDGE_COLUMNS)
+        if similarities:
+            self._edges = _ColumnTable((*EDGE_COLUMNS, *SIMILARITY_COLUMNS))
 
     def _name_code(self, text: str) -> int:
         if text not in self.names:
@@ -128,10 +127,8 @@ class Record:
         if self.hidden is not None:
             # Attackers have no rows of metrics; see `simulation.attackers`.
             seen = ~self.hidden[ids]
-            ids, values = (
-                ids[seen],
-                {name: value[seen.to(value.device)] for name, value in values.items()},
-            )
+            values = {name: value[seen.to(value.device)] for name, value in values.items()}
+            ids = ids[seen]
         clients = self.table_ids(ids)
         # Sorted, so that the order in which a method reports does not change the files.
         for metric, value in sorted(values.items()):
@@ -148,13 +145,17 @@ class Record:
 
     def table_ids(self, ids: Int[Tensor, " clients"]) -> np.ndarray:
         """Return the ids under which the tables have clients of the run."""
-        return ids.numpy() if self.ids is None else self.ids[ids.numpy()]
+        if self.ids is None:
+            return ids.numpy()
+        return self.ids[ids.numpy()]
 
     def list_refused(self, round: int) -> list[tuple[int, int]]:
         """Return (reader, read) of each model that its reader refused in a round."""
         out = list[tuple[int, int]]()
         # Looked for only where anything was refused: otherwise the name has no code.
-        for chunk in self._edges.chunks if "refused" in self.names else []:
+        if "refused" not in self.names:
+            return out
+        for chunk in self._edges.chunks:
             found = (chunk["round"] == round) & (chunk["purpose"] == self._name_code("refused"))
             out += zip(chunk["reader"][found].tolist(), chunk["read"][found].tolist(), strict=True)
         return out
@@ -165,9 +166,8 @@ class Record:
         for number, chunk in enumerate(self._metrics.chunks):
             old = np.logical_and.reduce([chunk[name] == value for name, value in wanted.items()])
             if old.any():
-                self._metrics.chunks[number] = {
-                    name: values[~old] for name, values in chunk.items()
-                }
+                left = {name: values[~old] for name, values in chunk.items()}
+                self._metrics.chunks[number] = left
 
     def add_edges(
         self, round: int, ids: Int[Tensor, " clients"], info: Mapping[str, Tensor]
@@ -201,11 +201,13 @@ class Record:
             names.append("refused")
             kind = torch.where(info["slots_refused"][asked] & ~arrived, 3, kind)
         kinds = torch.tensor([self._name_code(purpose) for purpose in names])
-        further = {}
-        for name, key in zip(SIMILARITY_COLUMNS, ("similarities", "probabilities"), strict=True):
-            if self.similarities:
-                further[name] = info[key][asked].cpu().numpy() if key in info else np.nan
-        if "similarity" in further:
+        further: dict[str, Any] = {}
+        if self.similarities:
+            further = dict.fromkeys(SIMILARITY_COLUMNS, np.nan)
+            keys = ("similarities", "probabilities")
+            for name, key in zip(SIMILARITY_COLUMNS, keys, strict=True):
+                if key in info:
+                    further[name] = info[key][asked].cpu().numpy()
             further["similarity"] = np.where(arrived.cpu().numpy(), further["similarity"], np.nan)
         self._edges.add_rows(
             len(reader),
@@ -262,10 +264,8 @@ class Record:
         """Return the record as tensors and the list of names, for a checkpoint."""
         tensors = {}
         for prefix, table in (("metrics", self._metrics), ("edges", self._edges)):
-            tensors |= {
-                f"{prefix}.{name}": torch.from_numpy(values)
-                for name, values in table.join_chunks().items()
-            }
+            for name, values in table.join_chunks().items():
+                tensors[f"{prefix}.{name}"] = torch.from_numpy(values)
         return tensors, list(self.names)
 
     def restore(self, tensors: Mapping[str, Tensor], names: list[str]) -> None:
@@ -274,4 +274,6 @@ class Record:
         for prefix, table in (("metrics", self._metrics), ("edges", self._edges)):
             arrays = {name: tensors[f"{prefix}.{name}"].numpy() for name in table.columns}
             # No empty chunk: the checkpoint of a fresh run restores to a fresh record.
-            table.chunks = [arrays] if len(arrays["round"]) else []
+            table.chunks = []
+            if len(arrays["round"]):
+                table.chunks.append(arrays)

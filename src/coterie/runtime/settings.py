@@ -168,11 +168,13 @@ class Settings(Configurable):
         path is imported when a run begins, so that results can be read where it cannot be imported.
         """
         # The class is frozen; `check` runs when it is created.
-        object.__setattr__(
-            self, "loss", normalize_loss_setting(None if self.loss == NONE else self.loss)
-        )
-        # A place in a tuple is a number in TOML.
-        object.__setattr__(self, "output", None if self.output is None else str(self.output))
+        loss, output = self.loss, self.output
+        if loss == NONE:
+            loss = None
+        if output is not None:  # a place in a tuple is a number in TOML
+            output = str(output)
+        object.__setattr__(self, "loss", normalize_loss_setting(loss))
+        object.__setattr__(self, "output", output)
         # A dictionary removes repetitions and keeps the order.
         requested = dict.fromkeys(normalize_metric_setting(one) for one in self.metrics)
         object.__setattr__(self, "metrics", tuple(requested))
@@ -188,15 +190,11 @@ class Settings(Configurable):
             not keeps, "local.persistent_client_optimizer", True, "schedule = 'synchronous' with it"
         )
         # "acceptance = true" and a table of its defaults are stored in the same form.
-        judges = (
-            None if self.acceptance is None or self.acceptance is False else self.acceptance_rules
-        )
+        judges = self.acceptance_rules
         if judges is not None:
             object.__setattr__(self, "acceptance", to_plain(judges))
         # None without attacks, so that identities of runs without them stay the same.
-        object.__setattr__(
-            self, "attacks", tuple(to_plain(one) for one in self.attack_list) or None
-        )
+        object.__setattr__(self, "attacks", tuple(map(to_plain, self.attack_list)) or None)
         for name in ("acceptance", "attacks"):
             fits = not getattr(self, name) or self.schedule == "synchronous"
             require(fits, name, getattr(self, name), "schedule = 'synchronous' with it")
@@ -222,30 +220,32 @@ class Settings(Configurable):
     @property
     def custom_loss(self) -> Loss | None:
         """The loss of the settings; None for the usual one of the targets."""
-        return None if self.loss is None else make_loss(self.loss)
+        if self.loss is None:
+            return None
+        return make_loss(self.loss)
 
     @property
     def acceptance_rules(self) -> Acceptance | None:
         """The rules by which clients judge what they receive; None where they accept everything."""
         if self.acceptance is None or self.acceptance is False:
             return None
-        return parse_settings(
-            Acceptance, {} if self.acceptance is True else self.acceptance, "acceptance"
-        )
+        if self.acceptance is True:
+            return Acceptance()
+        return parse_settings(Acceptance, self.acceptance, "acceptance")
 
     def acceptance_rules_for(self, method: Method) -> Acceptance | None:
         """Return the acceptance rules of a method's clients; None with a server or no exchange."""
-        return (
-            self.acceptance_rules if isinstance(method, PeerMethod) and method.exchanges else None
-        )
+        if not isinstance(method, PeerMethod) or not method.exchanges:
+            return None
+        return self.acceptance_rules
 
     @property
     def attack_list(self) -> tuple[Attack, ...]:
         """The attacks."""
-        return tuple(
-            parse_settings(Attack, one, f"attacks[{place}]")
-            for place, one in enumerate(self.attacks or ())
-        )
+        found = []
+        for place, one in enumerate(self.attacks or ()):
+            found.append(parse_settings(Attack, one, f"attacks[{place}]"))
+        return tuple(found)
 
     def keeps_best_models(self, server: bool) -> bool:
         """Return whether each client's best model is needed, in the final test or when it stops.

@@ -86,7 +86,9 @@ def make_task(
     pooled = None
     # The pooled clients are one more task of the same model.
     if "pool" in method.needs:
-        pooled = build(federation.pool_clients() if pool is None else pool)
+        if pool is None:
+            pool = federation.pool_clients()
+        pooled = build(pool)
         pooled.trainer.check_batches(local, "the pool of all clients")
     # `host` removes planted clusters; the task gets them only where the method declares them.
     task = build(federation.host(federation.ids), clusters=clusters, pool=pooled)
