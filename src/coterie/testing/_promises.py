@@ -26,8 +26,9 @@ def assert_accepted(guarantee: str) -> Iterator[None]:
 def import_again(function: str | Callable[..., Any], what: str) -> tuple[Callable[..., Any], str]:
     """Return a custom function and its import path, by which it must be found."""
     with assert_accepted(f"{what} is found by its import path"):
-        path = function if isinstance(function, str) else find_import_path(function, what)
-        return import_function(path, f"{what} {path!r}"), path
+        if not isinstance(function, str):
+            function = find_import_path(function, what)
+        return import_function(function, f"{what} {function!r}"), function
 
 
 def are_identical(a: Any, b: Any) -> bool:

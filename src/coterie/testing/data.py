@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -48,17 +49,18 @@ def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int 
     assert again == shift, f"read from its own table {table} it is another shift"
     before = copy.deepcopy(source)
     # The second plan is of the shift that was read from its table: both must be the same.
-    first, second = (_plan_clients(one, source, num_clients) for one in (shift, again))
+    first = _plan_clients(shift, source, num_clients)
+    second = _plan_clients(again, source, num_clients)
     kept = are_identical((before.train, before.test), (source.train, source.test))
     assert kept, "apply changed the dataset: copy what you change in place"
     assert first == second, (
         "apply gave two plans for the same random streams: draw from `client_stream` alone, and "
-        "make transforms dataclasses, "
-        "which compare by value"
+        "make transforms dataclasses, which compare by value"
     )
     x = source.train.x[:8]
     # Each transform once, in the order of the clients.
-    for transform in dict.fromkeys(one for client in first for one in client.recipe.transforms):
+    transforms = chain.from_iterable(client.recipe.transforms for client in first)
+    for transform in dict.fromkeys(transforms):
         kept = x.clone()
         out, twice = transform(x), transform(x)
         assert torch.equal(x, kept), f"the transform {transform!r} changes its input in place"
@@ -117,11 +119,10 @@ def check_partition(
     for number in (num_clients, 2):
         before = copy.deepcopy(source.train)
         with assert_accepted("every client gets samples, every sample one client or none"):
-            first, second = (
-                # Two generators in the same state.
-                shift.find_owners(source.train, number, Rng(0).generator("testing.partition"))
-                for _ in range(2)
-            )
+            # Two generators in the same state.
+            one, other = [Rng(0).generator("testing.partition") for _ in range(2)]
+            first = shift.find_owners(source.train, number, one)
+            second = shift.find_owners(source.train, number, other)
         assert are_identical(before, source.train), (
             "the partition changes the samples that it is given"
         )

@@ -28,7 +28,7 @@ def check_exchange(
     Raises:
         AssertionError: naming the broken guarantee.
     """
-    population = sum(len(group) for group in groups)
+    population = sum(map(len, groups))
     exchanges = make(groups, population)
 
     def run_on_every_host(action: Callable[[int, Exchange], Any], round: int) -> list[Any]:
@@ -51,21 +51,20 @@ def check_exchange(
 
     def peers_to_pull(number: int) -> Tensor:
         # An unused slot in the middle: slots must not move.
-        return torch.tensor(
-            [[(i + 2) % population, -1, (i + 1) % population] for i in groups[number]]
-        )
+        ids = torch.tensor(groups[number])
+        columns = [(ids + 2) % population, torch.full_like(ids, -1), (ids + 1) % population]
+        return torch.stack(columns, dim=1)
 
     def pull_twice(number: int, exchange: Exchange) -> list[Inbox]:
-        return [
-            exchange.pull(make_message(number, step), peers_to_pull(number)) for step in range(2)
-        ]
+        peers = peers_to_pull(number)
+        return [exchange.pull(make_message(number, step), peers) for step in range(2)]
 
     for number, inboxes in enumerate(run_on_every_host(pull_twice, 0)):
         for step, inbox in enumerate(inboxes):
             _check_inbox(inbox, peers_to_pull(number), step)
 
     def ask_for_invalid_ids(number: int, exchange: Exchange) -> None:
-        own = torch.tensor([[i] for i in groups[number]])
+        own = torch.tensor(groups[number])[:, None]
         # The client itself, and an id behind the population.
         for wrong in (own, torch.full_like(own, population)):
             try:

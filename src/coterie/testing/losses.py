@@ -49,7 +49,9 @@ def check_loss(
         AssertionError: naming the broken guarantee.
         CoterieError: when a loss does not take these shapes.
     """
-    found = make_loss(loss) if isinstance(loss, str | Loss) else loss
+    found = loss
+    if isinstance(found, str | Loss):
+        found = make_loss(found)
     if isinstance(found, Loss):
         found.check_data(outputs, targets)
         whole = found.whole or whole
@@ -95,11 +97,9 @@ def _check_values(values: Any, number: int) -> None:
 
 def _check_gradient(values: Tensor, leaf: Tensor) -> None:
     advice = "compute with torch's operations on the outputs, without .item(), .detach(), argmax or numpy"
-    slope = (
-        torch.autograd.grad(values.sum(), leaf, allow_unused=True)[0]
-        if values.requires_grad
-        else None
-    )
+    slope = None
+    if values.requires_grad:
+        (slope,) = torch.autograd.grad(values.sum(), leaf, allow_unused=True)
     assert slope is not None, f"the loss has no gradient: {advice}"
     assert bool(torch.isfinite(slope).all()), (
         "the gradient of the loss is not finite: 0 * log(0) and sqrt(0) do that"
@@ -160,9 +160,10 @@ def check_metric(
     Raises:
         AssertionError: naming the broken guarantee.
     """
-    found = (
-        find_metric(metric) if isinstance(metric, str | Metric) else Metric("own", function=metric)
-    )
+    if isinstance(metric, str | Metric):
+        found = find_metric(metric)
+    else:
+        found = Metric("own", function=metric)
     number = len(outputs)
     assert number > 1, f"outputs are of {number} samples; expected 2 or more"
     seen, before = outputs.detach().clone(), targets.clone()
@@ -218,7 +219,9 @@ def _compute_value(metric: Metric, outputs: Tensor, targets: Tensor, which: str 
     try:
         value = float(found)
     except (TypeError, ValueError, RuntimeError):
-        what = f"shape {tuple(found.shape)}" if hasattr(found, "shape") else repr(found)
+        what = repr(found)
+        if hasattr(found, "shape"):
+            what = f"shape {tuple(found.shape)}"
         raise AssertionError(
             f"{words} returned {what}; expected one number (or one a sample, with each=True)"
         ) from None
@@ -228,18 +231,13 @@ def _compute_value(metric: Metric, outputs: Tensor, targets: Tensor, which: str 
             f"{words} is NaN without a reason: warn with coterie.functional.metrics.Undefined"
         )
         return value
-    low, high = (
-        math.inf * sign if end is None else end
-        for sign, end in ((-1, metric.least), (1, metric.most))
-    )
     # Rounding may carry a value just over the end of its range.
-    slack = 1e-6 * max(1.0, abs(value))
-    inside = low - slack <= value <= high + slack
-    assert inside, f"{words} is {value:.6g}; expected {_describe_range(metric)}, as it says itself"
+    slack, inside, ends = 1e-6 * max(1.0, abs(value)), True, []
+    if metric.least is not None:
+        inside = value >= metric.least - slack
+        ends.append(f"{metric.least:g} or more")
+    if metric.most is not None:
+        inside = inside and value <= metric.most + slack
+        ends.append(f"at most {metric.most:g}")
+    assert inside, f"{words} is {value:.6g}; expected {' and '.join(ends)}, as it says itself"
     return value
-
-
-def _describe_range(metric: Metric) -> str:
-    ends = [f"{metric.least:g} or more" if metric.least is not None else "", ""]
-    ends[1] = f"at most {metric.most:g}" if metric.most is not None else ""
-    return " and ".join(end for end in ends if end)

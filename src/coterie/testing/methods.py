@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxtyping import Float, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
+from coterie._util.tensors import index_optional
 from coterie.data.federation import Federation
 from coterie.engine.task import EngineOptions, ModelSpec, Task, Workload
 from coterie.exchange.base import Exchange, Inbox, Message
@@ -89,13 +91,13 @@ class _RunFactory:
 
     def make_task(self, ids: Sequence[int]) -> Task:
         federation = self.federation
-        truth = federation.truth.cluster[list(ids)] if federation.truth is not None else None
-        pool = self._task_of(federation.pool_clients()) if "pool" in self.method.needs else None
-        return self._task_of(
-            federation.host(list(ids)),
-            clusters=truth if "truth" in self.method.needs else None,
-            pool=pool,
-        )
+        clusters = pool = None
+        # A method gets what it declares that it needs, as in a run.
+        if "truth" in self.method.needs and federation.truth is not None:
+            clusters = federation.truth.cluster[list(ids)]
+        if "pool" in self.method.needs:
+            pool = self._task_of(federation.pool_clients())
+        return self._task_of(federation.host(list(ids)), clusters=clusters, pool=pool)
 
     def _task_of(self, federation: Federation, **more: Any) -> Task:
         settings, method = self.settings, self.method
@@ -121,7 +123,8 @@ class _RunFactory:
         rng: Rng | None = None,
         ids: Sequence[int] | None = None,
     ) -> Loop:
-        ids = self.federation.ids.tolist() if ids is None else ids
+        if ids is None:
+            ids = self.federation.ids.tolist()
         exchange = exchange or InMemory(torch.tensor(ids), self.federation.population)
         # No planted clusters: the record is not looked at.
         record = Record(torch.full((self.federation.population,), -1))
@@ -177,7 +180,7 @@ def run_grouped(
     # A thread for each host: hosts wait for each other's messages.
     with ThreadPoolExecutor(len(groups)) as pool:
         loops = list(pool.map(run_host, range(len(groups))))
-    ids = torch.tensor([i for group in groups for i in group])
+    ids = torch.tensor(list(chain.from_iterable(groups)))
     params = torch.cat([loop.state.params for loop in loops])
     # Back to the order of ids, in which the simulation has them.
     return params[torch.argsort(ids)]
@@ -244,7 +247,9 @@ def _check_arguments(make: _RunFactory) -> Float[Tensor, "clients params"]:
                 "change in place"
             )
         memory = loop.state.memory
-        for item in dataclasses.fields(memory) if memory is not None else ():
+        if memory is None:
+            continue
+        for item in dataclasses.fields(memory):
             value = getattr(memory, item.name)
             assert len(value) == len(loop.task), (
                 f"memory.{item.name} has no clients axis: {tuple(value.shape)}"
@@ -313,7 +318,7 @@ def _check_grouping(make: _RunFactory, whole: Tensor) -> None:
     }
     for name, (groups, place) in groupings.items():
         # Without a server role any host may come first.
-        server = place if make.method.server else 0
+        server = place * make.method.server
         result = run_grouped(
             make.federation,
             make.method,
@@ -365,15 +370,14 @@ def _check_silence(make: _RunFactory) -> None:
     # The silent client's data change: nobody else may notice.
     changed = dataclasses.replace(make.federation, x=make.federation.x.clone())
     other = changed.x[silent].flip(0)
-    # Whole numbers (images, tokens) stay in their range.
-    changed.x[silent] = other * 3 + 1 if other.is_floating_point() else changed.x.max() - other
-    others = torch.arange(silent)
-    results = [
-        dataclasses.replace(make, federation=federation).run_to_end(
-            _SilentPeer(federation, silent)
-        )[others]
-        for federation in (make.federation, changed)
-    ]
+    if other.is_floating_point():
+        changed.x[silent] = other * 3 + 1
+    else:  # whole numbers (images, tokens) stay in their range
+        changed.x[silent] = changed.x.max() - other
+    results = []
+    for federation in (make.federation, changed):
+        run = dataclasses.replace(make, federation=federation)
+        results.append(run.run_to_end(_SilentPeer(federation, silent))[:silent])
     _check_equal(
         results[0],
         results[1],
@@ -442,14 +446,16 @@ def relabel_clients(federation: Federation, order: Int[Tensor, " clients"]) -> F
     truth, names = federation.truth, federation.client_names
     if truth is not None:
         truth = dataclasses.replace(truth, cluster=truth.cluster[order])
+    if names:
+        names = tuple(names[place] for place in order.tolist())
     return dataclasses.replace(
         federation,
         x=federation.x[order],
         y=federation.y[order],
         split=federation.split[order],
         test_of=federation.test_of[order],
-        noise=None if federation.noise is None else federation.noise[order],
-        client_names=tuple(names[place] for place in order.tolist()) if names else (),
+        noise=index_optional(federation.noise, order),
+        client_names=names,
         truth=truth,
     )
 
@@ -462,7 +468,9 @@ class RelabeledRng(Rng):
 
     def generator(self, purpose: str, client: int = EVERYONE) -> np.random.Generator:
         """Return the stream of the client's old id."""
-        return super().generator(purpose, client if client == EVERYONE else self.order[client])
+        if client != EVERYONE:
+            client = self.order[client]
+        return super().generator(purpose, client)
 
     def pairs(
         self, purpose: str, ids: Int[Tensor, " clients"], population: int
@@ -505,19 +513,18 @@ def describe_difference(found: Tensor, expected: Tensor) -> str:
     differs = (found != expected) & ~unknown
     if bool(unknown.any()) and not bool(differs.any()):
         return f"both are NaN in {int(unknown.sum())} of {unknown.numel()} numbers"
-    gaps = (found - expected).abs()[differs]
-    largest = float(gaps.max()) if len(gaps) else 0.0
+    gaps, largest = (found - expected).abs()[differs], 0.0
+    if len(gaps):
+        largest = float(gaps.max())
     return f"differs by up to {largest:.2g} in {int(differs.sum())} of {differs.numel()} numbers"
 
 
 def _are_equal(a: Any, b: Any) -> bool:
     if a is None or b is None:
         return a is b
+    if isinstance(a, Tensor) and a.is_floating_point():
+        # NaN equals NaN here.
+        return torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
     if isinstance(a, Tensor):
-        return (
-            # NaN equals NaN here.
-            bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
-            if a.is_floating_point()
-            else torch.equal(a, b)
-        )
+        return torch.equal(a, b)
     return all(_are_equal(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))

@@ -62,7 +62,8 @@ def check_model(
         layout = Layout(make_template(made), DTYPES[settings.dtype])
         # A module is used as it is; only a factory draws weights.
         if not isinstance(made, nn.Module):
-            first, second = (draw_initial_params(made, layout, Rng(0)) for _ in range(2))
+            first = draw_initial_params(made, layout, Rng(0))
+            second = draw_initial_params(made, layout, Rng(0))
             assert torch.equal(first, second), (
                 "made again from the same random stream it has other weights: draw them from "
                 "torch's generator alone"
@@ -72,22 +73,19 @@ def check_model(
         again = _train_models(model, federation, settings)
     assert torch.equal(whole, again), (
         "trained again with the same seed it is another model: it draws random numbers by "
-        "itself; draw from torch's "
-        "generator alone"
+        "itself; draw from torch's generator alone"
     )
     # One client a host: state outside the parameters would leak only between clients of one
     # process.
-    alone = run_grouped(
-        federation, Local(), [[i] for i in range(len(federation))], model=model, settings=settings
-    )
+    groups = torch.arange(len(federation))[:, None].tolist()
+    alone = run_grouped(federation, Local(), groups, model=model, settings=settings)
     assert torch.equal(whole, alone), (
         "trained with other clients it is another model: it keeps something outside its "
-        "parameters and "
-        "floating-point buffers (register_buffer)"
+        "parameters and floating-point buffers (register_buffer)"
     )
     said, scale = {}, float(whole.abs().max())
     # The tolerance of engines in this library, relative for large weights.
-    limit = (1e-10 if settings.dtype == "float64" else 1e-4) * max(scale, 1.0)
+    limit = {"float64": 1e-10, "float32": 1e-4}[settings.dtype] * max(scale, 1.0)
     for name in (*engines, "auto"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # what a warning says is in the reason

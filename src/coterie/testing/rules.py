@@ -1,14 +1,18 @@
 """Contract tests of aggregation and selection rules."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from coterie._util.tensors import index_optional
 from coterie.functional import aggregation, selection
 from coterie.functional.aggregation import ReceivedModels
 from coterie.functional.selection import PeerKnowledge
+from coterie.methods.base import Method
 from coterie.methods.dac import Dac
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.random_gossip import Random
@@ -49,11 +53,9 @@ def check_aggregation(
         samples = torch.from_numpy(stream.integers(1, 50, size=count)).to(dtype)
         alike = torch.from_numpy(stream.random(count)).to(dtype)
         # On a client `before` is its own model, the first; on a server it is another one.
-        cases = (
-            ((alike, models[0]),)
-            if similarity
-            else ((None, models[0]), (None, torch.zeros_like(models[0])))
-        )
+        cases = [(None, models[0]), (None, torch.zeros_like(models[0]))]
+        if similarity:
+            cases = [(alike, models[0])]
         for known, before in cases:
             received = ReceivedModels(
                 models.clone(),
@@ -70,19 +72,17 @@ def check_aggregation(
             )
             # The client's own model stays first.
             order = torch.from_numpy(np.array([0, *(1 + stream.permutation(count - 1))]))
-            told = None if known is None else known[order]
-            turned = function(ReceivedModels(models[order], samples[order], told, before))
+            alike_in_order = index_optional(known, order)
+            turned = function(ReceivedModels(models[order], samples[order], alike_in_order, before))
             # Another order of the sums rounds differently.
-            limit = 1e-5 if dtype == torch.float32 else 1e-10
+            limit = {torch.float32: 1e-5, torch.float64: 1e-10}[dtype]
             close = torch.allclose(turned, merged, rtol=limit, atol=limit)
             assert close or not relabel, (
                 "the order of the peers changes the result; it is that of their ids"
             )
-    methods = (
-        (Dac(num_peers=3, aggregation=path),)
-        if similarity
-        else (Random(num_peers=3, aggregation=path), FedAvg(aggregation=path))
-    )
+    methods: list[Method] = [Random(num_peers=3, aggregation=path), FedAvg(aggregation=path)]
+    if similarity:
+        methods = [Dac(num_peers=3, aggregation=path)]
     for method in methods:
         check_method(method, relabel=relabel)
 
@@ -128,15 +128,17 @@ def _make_known(
     candidates = torch.arange(population) != client
     measured = (count > 0) & candidates
     # What a client measured itself is not reported by peers.
-    told = ~measured & candidates & torch.from_numpy(stream.random(population) < 0.5) & (round > 0)
+    reported = (
+        ~measured & candidates & torch.from_numpy(stream.random(population) < 0.5) & (round > 0)
+    )
     value = torch.from_numpy(stream.random(population))
     return PeerKnowledge(
         client=client,
         round=round,
         candidates=candidates,
-        similarity=torch.where(measured | told, value, 0.0),
+        similarity=torch.where(measured | reported, value, 0.0),
         measured=measured,
-        reported=told,
+        reported=reported,
         count=count * candidates,
         age=torch.where(
             measured, 1 + torch.from_numpy(stream.integers(0, max(1, round), size=population)), -1
@@ -152,12 +154,12 @@ def _ignores_ids(
     order = torch.from_numpy(stream.permutation(len(known.candidates)))
     # `order` gives the old id of each new one, `place` the new id of each old one.
     place = torch.argsort(order)
-    tensors = {
-        name: getattr(known, name)[order]
-        for name in ("candidates", "similarity", "measured", "reported", "count", "age", "noise")
-    }
+    tensors = {}
+    for name, value in vars(known).items():
+        if isinstance(value, Tensor):
+            tensors[name] = value[order]
     scores = function(known)
-    turned = function(PeerKnowledge(int(place[known.client]), known.round, **tensors))
+    turned = function(replace(known, client=int(place[known.client]), **tensors))
     return bool(
         torch.isclose(
             turned.double(), scores[order].double(), rtol=1e-9, atol=1e-9, equal_nan=True

@@ -58,26 +58,29 @@ def tiny_federation(
             return tokens.int(), (tokens + 1 + cluster) % classes
         x = stream.normal(size=(number, size))
         values = x @ rules[cluster]
-        y = values.argmax(1) if kind == "classes" else (values > 0).astype(np.float32)
+        y = (values > 0).astype(np.float32)
+        if kind == "classes":
+            y = values.argmax(1)
         return torch.from_numpy(x).reshape(number, *features), torch.from_numpy(y)
 
     cluster = torch.arange(num_clients) % clusters
-    parts = [draw_samples(int(c), samples) for c in cluster]
+    x, y = zip(*[draw_samples(int(c), samples) for c in cluster], strict=True)
+    tests = [draw_samples(number, 30) for number in range(clusters)]
     # 0 is training, 1 validation.
     split = torch.zeros(num_clients, samples, dtype=torch.int64)
     split[:, train:] = 1
-    names = tuple(f"rule {c}" for c in range(clusters))
+    names = tuple(f"rule {number}" for number in range(clusters))
     return Federation(
-        x=torch.stack([x for x, _ in parts]),
-        y=torch.stack([y for _, y in parts]),
+        x=torch.stack(x),
+        y=torch.stack(y),
         split=split,
         # One test set for each cluster, which its clients share.
-        tests=tuple(TestSet(*draw_samples(c, 30), names[c]) for c in range(clusters)),
+        tests=tuple(TestSet(*test, name) for test, name in zip(tests, names, strict=True)),
         test_of=cluster,
         ids=torch.arange(num_clients),
         population=num_clients,
-        classes=classes if kind == "classes" else 0,
-        truth=Truth(cluster, names, tuple(names[int(c)] for c in cluster)),
+        classes=classes * (kind == "classes"),
+        truth=Truth(cluster, names, tuple(names[number] for number in cluster.tolist())),
         name="tiny",
     )
 
@@ -112,9 +115,8 @@ def tiny_source(samples: int = 240, *, side: int = 6, classes: int = 3, seed: in
     def draw_samples(number: int) -> Samples:
         x = torch.from_numpy(stream.integers(256, size=(number, 1, side, side), dtype=np.uint8))
         # A permutation modulo the count: balanced classes and writers.
-        y, writer = (
-            torch.from_numpy(stream.permutation(number) % count) for count in (classes, 12)
-        )
+        y = torch.from_numpy(stream.permutation(number) % classes)
+        writer = torch.from_numpy(stream.permutation(number) % 12)
         return Samples(x, y, {"writer": writer})
 
     return Source("tiny", draw_samples(samples), draw_samples(samples // 2), classes)
