@@ -12,8 +12,9 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -43,7 +44,10 @@ def claim_folder(folder: Path, wait: float = 1.0) -> Iterator[None]:
     # A key belongs to one thread, so its count needs no lock.
     key = str(folder.resolve()), threading.get_ident()
     # The lock is not reentrant across objects: an inner claim counts only.
-    with nullcontext() if key in _mine else _lock_folder(folder, wait):
+    lock: AbstractContextManager[Any] = nullcontext()
+    if key not in _mine:
+        lock = _lock_folder(folder, wait)
+    with lock:
         _mine[key] = _mine.get(key, 0) + 1
         try:
             yield

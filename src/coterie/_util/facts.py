@@ -16,16 +16,18 @@ class Described(ABC):
     def __str__(self) -> str:
         title, facts = self.facts()
         width = max(map(len, facts))
-        return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in facts.items())])
+        lines = [title]
+        for name, value in facts.items():
+            lines.append(f"  {name:<{width}}  {value}")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         title, facts = self.facts()
-        rows = "".join(
-            f"<tr><th>{html.escape(k)}</th><td>{html.escape(str(v))}</td></tr>"
-            for k, v in facts.items()
-        )
+        rows = ""
+        for name, value in facts.items():
+            rows += f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>"
         return f"<table><caption>{html.escape(title)}</caption>{rows}</table>"
 
 
@@ -39,4 +41,6 @@ def format_range(values: Any) -> str:
     low, high = min(values, default=None), max(values, default=None)
     if low is None:
         return "none"
-    return str(low) if low == high else f"{low} to {high}"
+    if low == high:
+        return str(low)
+    return f"{low} to {high}"

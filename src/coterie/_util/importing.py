@@ -103,10 +103,14 @@ def parse_kind(
     """
     if not isinstance(given, str | Mapping):
         given = find_import_path(given, where)
-    rest = {"kind": given} if isinstance(given, str) else dict(given)
+    if isinstance(given, str):
+        given = {"kind": given}
+    rest = dict(given)
     kind = rest.pop("kind", None)
     if not isinstance(kind, str):
-        found = "missing" if kind is None else repr(kind)
+        found = "missing"
+        if kind is not None:
+            found = repr(kind)
         raise ConfigError(
             f"{where}: kind is {found}; valid: {', '.join(sorted(known))}; or package.module:name"
         )

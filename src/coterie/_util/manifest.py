@@ -51,7 +51,10 @@ def replace_files(
         # the stack closes in reverse: the file that is opened last is put into place first
         for name, content in reversed(list(contents.items())):
             temporary = files.enter_context(replace_atomically(folder / name))
-            temporary.write_bytes(content) if isinstance(content, bytes) else content(temporary)
+            if isinstance(content, bytes):
+                temporary.write_bytes(content)
+            else:
+                content(temporary)
             fresh[name] = frozenset({_compute_digest(temporary)})
         for name, older in kept.items():
             fresh[older] = before[name]
@@ -91,11 +94,11 @@ def describe_fault(folder: Path, name: str) -> str:
 
 def load_digests(folder: Path) -> dict[str, str]:
     """Return the digest of each file in a folder's manifest; no process may be writing there."""
-    return {
-        name: next(iter(found))
-        for name, found in sorted(_load_manifest(folder).items())
-        if len(found) == 1
-    }
+    digests = {}
+    for name, found in sorted(_load_manifest(folder).items()):
+        if len(found) == 1:
+            (digests[name],) = found
+    return digests
 
 
 def _compute_digest(path: Path) -> str:

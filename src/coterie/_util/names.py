@@ -11,7 +11,9 @@ def format_client(names: Mapping[int, str], client: int) -> str:
         >>> format_client({0: "Oslo"}, 0), format_client({}, 7)
         ('Oslo', 'client 7')
     """
-    return to_one_line(names[client]) if client in names else f"client {client}"
+    if client in names:
+        return to_one_line(names[client])
+    return f"client {client}"
 
 
 def format_clients(names: Mapping[int, str], clients: Iterable[int], most: int = 5) -> str:
@@ -23,8 +25,7 @@ def format_clients(names: Mapping[int, str], clients: Iterable[int], most: int =
     """
     ids, shown = list(clients), []
     for client in ids[:most]:
-        named = client in names
-        shown.append(shorten_text(format_client(names, client), 40) if named else str(client))
+        shown.append(shorten_text(names.get(client, str(client)), 40))
     if len(ids) > most:
         shown.append("...")
     return ", ".join(shown)
@@ -38,7 +39,9 @@ def shorten_text(text: str, most: int = 24) -> str:
         'St. Olavs…'
     """
     line = to_one_line(text)
-    return line if len(line) <= most else line[: most - 1].rstrip() + "…"
+    if len(line) <= most:
+        return line
+    return line[: most - 1].rstrip() + "…"
 
 
 def shorten_error(error: BaseException, most: int = 200) -> str:

@@ -33,10 +33,11 @@ def describe_code() -> dict[str, Any]:
         return {"commit": None, "dirty": None}
     top = _run_git("rev-parse", "--show-toplevel") or str(PACKAGE)
     changed = _run_git("status", "--porcelain", "--", *(str(Path(top, name)) for name in CODE))
-    return {
-        "commit": _run_git("rev-parse", "HEAD"),
-        "dirty": None if changed is None else bool(changed),
-    }
+    # An empty status says that nothing differs; None, that git failed.
+    dirty = changed
+    if changed is not None:
+        dirty = bool(changed)
+    return {"commit": _run_git("rev-parse", "HEAD"), "dirty": dirty}
 
 
 @lru_cache(maxsize=1)
@@ -59,13 +60,17 @@ def _run_git(*words: str) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    if done.returncode != 0:
+        return None
+    return done.stdout.strip()
 
 
 def _find_main_module(script: Path) -> str | None:
     """Return the module that `python -m` runs from a file; None where the file itself is run."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return spec.name if spec is not None and spec.origin == str(script) else None
+    if spec is None or spec.origin != str(script):
+        return None
+    return spec.name
 
 
 def format_command() -> str:
@@ -78,12 +83,15 @@ def format_command() -> str:
             if not (folder / "__init__.py").exists():
                 break
             names.insert(0, folder.name)
-        first = ["coterie"] if names == ["coterie"] else ["python", "-m", ".".join(names)]
+        first = ["python", "-m", ".".join(names)]
+        if names == ["coterie"]:  # its command is installed
+            first = ["coterie"]
     elif (module := _find_main_module(script)) is not None:
         first = ["python", "-m", module]
     elif script.suffix == ".py":
-        inside = script.is_absolute() and script.is_relative_to(Path.cwd())
-        first = ["python", str(script.relative_to(Path.cwd()) if inside else script)]
+        if script.is_absolute() and script.is_relative_to(Path.cwd()):
+            script = script.relative_to(Path.cwd())
+        first = ["python", str(script)]
     else:
         first = [*["python"] * (sys.argv[0] == "-c"), script.name]
     return shlex.join([*first, *sys.argv[1:]])
@@ -184,10 +192,12 @@ def write_results(
     """
     config = {}
     for name, value in settings.items():
-        config[name] = str(value) if isinstance(value, Path) else value
-    first = make_origin(
-        speaks_of, config=config, seeds=seeds, where=describe_machine() if where is None else where
-    )
+        if isinstance(value, Path):
+            value = str(value)
+        config[name] = value
+    if where is None:
+        where = describe_machine()
+    first = make_origin(speaks_of, config=config, seeds=seeds, where=where)
     write_atomically(
         prepare_file(path),
         (json.dumps({"origin": first, **more, "results": results}, indent=1) + "\n").encode(),

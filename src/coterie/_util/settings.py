@@ -193,7 +193,9 @@ def parse_settings(cls: type[T], table: Mapping[str, object], where: str) -> T:
 def _owner_name(cls: type[Any]) -> str:
     """Return a class's name in messages: its kind, unless that is itself a setting."""
     kind = getattr(cls, "kind", None)
-    return kind if isinstance(kind, str) and "kind" not in settable_fields(cls) else cls.__name__
+    if isinstance(kind, str) and "kind" not in settable_fields(cls):
+        return kind
+    return cls.__name__
 
 
 def _check_not_empty(name: str, found: Any, default: Any) -> None:
@@ -208,7 +210,9 @@ def _check_value(name: str, found: Any, hint: Any) -> Any:
     if fits:
         return value
     expected = describe_hint(hint)
-    values = found if _is_list(found) else [found]
+    values = found
+    if not _is_list(values):
+        values = [values]
     if any(isinstance(one, int) and abs(one) >= _LARGEST for one in values):
         expected += " and below 2^63"
     raise ConfigError(f"{name} is {found!r}; expected {expected}")
@@ -258,9 +262,13 @@ def _fit_value(value: Any, hint: Any) -> tuple[bool, Any]:
         # A text is a sequence to Python, and never meant as one.
         if not _is_list(value):
             return False, value
-        items = [_fit_value(item, inner[0]) for item in value]
+        all_fit, items = True, []
+        for item in value:
+            fits, stored = _fit_value(item, inner[0])
+            all_fit = all_fit and fits
+            items.append(stored)
         # A tuple: settings are hashed and never changed.
-        return all(fits for fits, _ in items), tuple(item for _, item in items)
+        return all_fit, tuple(items)
     return isinstance(value, hint), value
 
 
@@ -301,16 +309,18 @@ def describe_hint(hint: Any, *, many: bool = False) -> str:
     if is_importable(hint):
         return ("an import path (package.module:name)", "import paths")[many]
     if origin is Annotated:
-        of_length = any(isinstance(bound, MinLen) for bound in inner)
-        each = "each " if many and not of_length else ""
+        of_length, each = any(isinstance(bound, MinLen) for bound in inner), ""
+        if many and not of_length:
+            each = "each "
         return f"{describe_hint(inner[0], many=many)}, {each}{_describe_range(inner[1:])}"
     if origin in (types.UnionType, typing.Union):
         options = [describe_hint(option, many=many) for option in inner]
-        has_commas = any(", " in option for option in options)
-        return (", or " if has_commas else " or ").join(options)
+        if any(", " in option for option in options):
+            return ", or ".join(options)
+        return " or ".join(options)
     if origin is Literal:
         *most, last = map(repr, inner)
-        return f"{', '.join(most)} or {last}" if most else last
+        return " or ".join(filter(None, (", ".join(most), last)))
     if origin is Callable:
         return ("a function", "functions")[many]
     if origin is not None and issubclass(origin, Mapping):
@@ -351,19 +361,24 @@ def to_plain(value: Any, *, decided: bool = True) -> Any:
         kind = getattr(type(value), "kind", None)
         # What only follows the preset is left out, so that the preset still decides when it is read
         # again.
-        left_out = value.preset_fields() if isinstance(value, WithPresets) and not decided else ()
-        own = {}
+        left_out, own = set[str](), {}
+        if isinstance(value, WithPresets) and not decided:
+            left_out = value.preset_fields()
         for item in fields(value):
             if not item.init or item.name in left_out:
                 continue
             if (found := getattr(value, item.name)) is not None:
                 own[item.name] = to_plain(found, decided=decided)
-        return {"kind": kind, **own} if isinstance(kind, str) and "kind" not in own else own
+        if isinstance(kind, str) and "kind" not in own:
+            own = {"kind": kind, **own}
+        return own
     if isinstance(value, Mapping):
         return {str(k): to_plain(v, decided=decided) for k, v in value.items() if v is not None}
     if isinstance(value, (list, tuple)):
         return [to_plain(v, decided=decided) for v in value]
-    return str(value) if isinstance(value, Path) else value
+    if isinstance(value, Path):
+        return str(value)
+    return value
 
 
 def to_toml(data: Mapping[str, Any]) -> str:
@@ -406,17 +421,21 @@ def _format_entries(table: Mapping[str, Any]) -> list[str]:
 
 def _format_key(key: str) -> str:
     is_bare = key.replace("-", "").replace("_", "").isalnum() and key.isascii()
-    return key if is_bare else _quote_text(key)
+    if is_bare:
+        return key
+    return _quote_text(key)
 
 
 def _format_value(value: Any) -> str:
+    if isinstance(value, Mapping) and not value:
+        return "{}"
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(_format_entries(value)) + " }" if value else "{}"
+        return "{ " + ", ".join(_format_entries(value)) + " }"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_format_value(v) for v in value) + "]"
+        return "[" + ", ".join(map(_format_value, value)) + "]"
     # A bool is an int to Python: it comes first.
     if isinstance(value, bool):
-        return "true" if value else "false"
+        return str(value).lower()
     if isinstance(value, (int, float)):
         return repr(value)
     return _quote_text(str(value))

@@ -33,8 +33,10 @@ def parse_toml(text: str) -> dict[str, Any]:
     for _ in range(DEEPEST + 1):
         inner = []
         for value in level:
-            inner += value.values() if isinstance(value, dict) else value
-        level = [value for value in inner if isinstance(value, dict | list)]
+            if isinstance(value, dict):
+                value = value.values()
+            inner += [entry for entry in value if isinstance(entry, dict | list)]
+        level = inner
         if not level:
             return content
     raise tomllib.TOMLDecodeError(_describe_depth())
