@@ -61,6 +61,7 @@ def find_owner(folder: Path) -> str:
     """Return the owner of a claimed folder, such as "process 17 on host since 10:31"; else ""."""
     if not (folder / LOCK).exists():
         return ""
+    # The file of the owner may be left from a process that was killed; the lock is not.
     lock = FileLock(folder / LOCK, timeout=0)
     try:
         lock.acquire()

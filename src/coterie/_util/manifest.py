@@ -102,6 +102,7 @@ def load_digests(folder: Path) -> dict[str, str]:
 
 
 def _compute_digest(path: Path) -> str:
+    # 32 bytes: as many hexadecimal digits as `_LINE` reads, and `b2sum -l 256` writes.
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 

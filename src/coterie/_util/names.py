@@ -25,6 +25,7 @@ def format_clients(names: Mapping[int, str], clients: Iterable[int], most: int =
     """
     ids, shown = list(clients), []
     for client in ids[:most]:
+        # One long name must not push the others off the line.
         shown.append(shorten_text(names.get(client, str(client)), 40))
     if len(ids) > most:
         shown.append("...")

@@ -178,6 +178,7 @@ def parse_settings(cls: type[T], table: Mapping[str, object], where: str) -> T:
             does not fit.
     """
     known = settable_fields(cls)
+    # Here, since Python's own message for an unknown argument names neither table nor near keys.
     for key in table:
         if key not in known:
             raise ConfigError(f"{where}: {describe_unknown('key', str(key), known)}")

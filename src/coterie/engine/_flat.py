@@ -270,6 +270,7 @@ class FlatOptimizer:
         rate = self.local.lr if lr is None else lr
         self._number += 1
         if self._custom is not None:
+            # Set from outside, since an optimizer that is made in each training knows no rounds.
             for group in self._custom.param_groups:
                 group["lr"] = rate
             self._custom.step()

@@ -153,6 +153,7 @@ class LoopEngine(Engine):
             x, y, inputs = next(alone.iterate_batches(sample))
             with self._product_precision(rows.device):
                 total[row] += self._run_backward(model, x, y, inputs)
+            # Clipped one by one, before they are added: no sample may move the sum by more.
             own.add_(model.gradient.mul_(clip_factors(model.gradient[None], clip)[0]))
             if sample + 1 == len(places) or places[sample + 1] != row:
                 model.copy_to_row(own, sums[row])

@@ -113,6 +113,7 @@ class VmapEngine(Engine):
         tensors = {**trained, **self.layout.unpack_state(state), **inputs}
         with self._replace_functions(functions):
             outputs = self.layout.call_module(self._train_module, tensors, x)
+        # Autocast leaves bfloat16; losses have the type of the model.
         loss = self._objective(outputs.to(self.layout.dtype), y).mean()
         # The module has written into its buffers, or replaced them.
         return loss, {name: self._keep_fraction(state[name], tensors[name]) for name in state}

@@ -225,6 +225,7 @@ class PrivacyLedger:
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return it as tensors, for a checkpoint; none where nothing was used."""
+        # Sorted: the order of uses depends on who trained first, and a checkpoint has fixed bytes.
         rows = [
             (client, query, times) for (client, query), times in sorted(self.uses.items()) if times
         ]

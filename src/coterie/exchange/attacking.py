@@ -196,6 +196,7 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
     @property
     def _needs_gather(self) -> bool:
         """Whether an attack depends on models that other processes host."""
+        # To gather means that all processes wait for each other: only for attacks that need it.
         needs = any(attack.needs_honest_models for attack, _ in self.groups)
         return self.gather is not None and needs
 

@@ -197,6 +197,7 @@ class Inbox:
         if self.limits is None:
             mixed = self._mix_models(weights, own, own_weight)
         else:
+            # A clipped model w + s (m - w) counts as s of it and 1 - s of the reader's own model.
             counted = (weights * self.limits.scale.to(weights)).to(weights.dtype)
             mixed = self._mix_models(counted, own, own_weight)
             order = torch.argsort(self.peers, dim=1, stable=True)

@@ -160,6 +160,7 @@ class Mailbox:
         """Send messages to the process in the server role, and wait for its answer."""
         address = self._next_address()
         ids = self._own.active
+        # The server posts its own clients' messages first, and only then waits for the others'.
         self.office.post_message(address, replace(message, ids=ids))
         if self.server:
             expected = self._cohort(self._round) if self._expected is None else self._expected

@@ -129,6 +129,7 @@ class KeyedDraws(TorchDispatchMode):
             raise UnkeyedDrawError(name)
         # A rare distribution: PyTorch's own draw, by a generator of the key.
         device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+        # A seed is never negative: the sign bit of the key is cut off.
         seed = int(splitmix(self.keys + self.number)) & ((1 << 63) - 1)
         generator = torch.Generator(device).manual_seed(seed)
         return func(*args, **{**kwargs, "generator": generator})
@@ -198,6 +199,7 @@ def _dtype(given: Given, default: torch.dtype) -> torch.dtype:
 def _draw_dropout(draws: KeyedDraws, given: Given) -> tuple[Tensor, Tensor]:
     x, drop = given["input"], given["p"]
     if given["train"] is False:
+        # Nothing is drawn: the next operation gets the number, as in a module without this one.
         draws.number -= 1
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     keep = draws.keep(tuple(x.shape), drop)
@@ -235,6 +237,7 @@ def _draw_normal(draws: KeyedDraws, given: Given) -> Tensor:
 
 def _draw_exponential(draws: KeyedDraws, given: Given) -> Tensor:
     x = given["self"]
+    # -log(u) / lambda, the inverse of the distribution function at 1 - u.
     return -draws.open_uniform(tuple(x.shape), x.dtype).log() / given["lambd"]
 
 
@@ -250,12 +253,15 @@ def _draw_integers_like(draws: KeyedDraws, given: Given) -> Tensor:
 
 
 def _draw_permutation(draws: KeyedDraws, given: Given) -> Tensor:
+    # 64 random bits each: two that are equal are as good as impossible, so all orders are alike.
     return draws.bits((given["n"],)).argsort().to(_dtype(given, torch.int64))
 
 
 def _draw_multinomial(draws: KeyedDraws, given: Given) -> Tensor:
     weights, count = given["self"], given["num_samples"]
     if given["replacement"]:
+        # Each choice has a piece of [0, sum of weights) as long as its weight: a uniform number
+        # falls into one of them. Weights need not add up to 1.
         ends = weights.cumsum(-1)
         found = draws.uniform((*weights.shape[:-1], count), weights.dtype) * ends[..., -1:]
         return torch.searchsorted(ends, found.contiguous(), right=True).clamp(
@@ -269,6 +275,7 @@ def _draw_multinomial(draws: KeyedDraws, given: Given) -> Tensor:
 def _draw_leaky_slopes(draws: KeyedDraws, given: Given) -> Tensor:
     x, noise, low, high = given["self"], given["noise"], given["lower"], given["upper"]
     if not given["training"]:
+        # The slope is then the mean of its range, and nothing is drawn; see `_draw_dropout`.
         draws.number -= 1
         return torch.where(x > 0, x, x * (low + high) / 2)
     slopes = draws.uniform(tuple(x.shape), x.dtype) * (high - low) + low

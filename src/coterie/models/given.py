@@ -33,6 +33,7 @@ def check_module(module: object, what: str) -> nn.Module:
             f"the model factory returned {type(module).__name__}; expected a torch.nn.Module"
             + RETURN_HINT * (module is None)
         )
+    # Refused here, where the error can name the layer and say what to do.
     for path, part in module.named_modules():
         where = what
         if path:

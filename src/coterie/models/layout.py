@@ -105,7 +105,7 @@ def _find_aliases(module: nn.Module) -> dict[str, str]:
     aliases: dict[str, str] = {}
     for path, part in module.named_modules():
         for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
-            if tensor is None:
+            if tensor is None:  # a layer without a bias, for example
                 continue
             full = join_path(path, name)
             if first.setdefault(id(tensor), full) != full:
@@ -231,6 +231,7 @@ class Layout:
             self.train_module.register_forward_pre_hook(
                 self.arguments, with_kwargs=True, prepend=True
             )
+        # A hook, so that engines see one tensor whatever the module returns.
         self.train_module.register_forward_hook(self.output)
         inputs = []
         for path, part in self.train_module.named_modules():

@@ -111,6 +111,7 @@ class ParameterSharing:
     @property
     def shares_all(self) -> bool:
         """Whether everything is shared."""
+        # The usual case, in which callers leave out all copies of columns.
         return not self.local.ranges
 
     @staticmethod

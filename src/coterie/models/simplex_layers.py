@@ -268,7 +268,8 @@ def remove_endpoints(
             path, gain = module_of(name), 1.0
             if path in heads:
                 gain = heads[path].gain
-            # The plain module stands at the barycenter of its endpoints.
+            # The plain module stands at the barycenter of its endpoints; it has no gain, so the
+            # factor goes into its values.
             values, shape = gain * values.unflatten(1, (shape[0], -1)).mean(1), shape[1:]
             if path not in heads:  # "0.parametrizations.weight.original" is the layer's weight
                 # The last one: a tensor that was parametrized already has endpoints too.

@@ -137,6 +137,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         "exchange": getattr(loop.exchange, "snapshot", dict)(),
         "record": record,
     }
+    # A tensor's name begins with what it belongs to, which `load` selects by.
     for owner, found in owners.items():
         for name, tensor in found.items():
             tensors[f"{owner}.{name}"] = tensor

@@ -254,6 +254,7 @@ class Loop:
         # Reachable are the members of the cohort: the others publish nothing in this round.
         reachable = torch.zeros(self.task.population, dtype=torch.bool)
         reachable[cohort] = True
+        # Views where all clients take part: the usual case copies no model.
         task, params = self._task_at(index), self.state.params
         if len(rows) < len(self.task):
             task, params = task.select_clients(rows), params[rows]

@@ -285,6 +285,7 @@ class Models(Described):
         wanted = which
         if which == "evaluated":
             wanted = recipe.evaluated
+        # In memory after a run; from the files of a run that was loaded.
         if wanted in self.loaded_rows:
             return self.loaded_rows[wanted][place].cpu()
         if wanted not in recipe.tensors:

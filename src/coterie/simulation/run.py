@@ -339,7 +339,7 @@ def simulate(
         else:
             check_driver_memory(task, taking, method, settings)
             # The engine and the block of the whole population: a block of clients must not choose
-            # others.
+            # others, since engines agree only up to rounding.
             fixed = dataclasses.replace(settings, engine=task.engine.name, block=task.block)
             plan = RunPlan(taking, method, model, fixed, seed, attacked)
             hidden = attackers.make_attacker_mask(attacked, task.population)
@@ -464,6 +464,7 @@ def _make_loop(
     attacked: attackers.AttackGroups,
     data: str = "",
 ) -> Loop:
+    # Attackers replace what they publish: a method sees them like all others.
     door = attackers.wrap_exchange(
         exchange or InMemory(task.ids, task.population), attacked, task, seed
     )

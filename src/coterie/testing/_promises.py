@@ -57,6 +57,7 @@ def check_pure_call(function: Callable[[Any], Any], given: Any, what: str) -> An
     """Call a function twice on equal arguments; it leaves them as they are and returns the same."""
     before = copy.deepcopy(given)
     first = function(given)
+    # Names the argument, where one comparison of the whole would only say that something changed.
     for item in dataclasses.fields(before):
         kept = are_identical(getattr(before, item.name), getattr(given, item.name))
         assert kept, f"{what} changed its argument {item.name}: copy what you change in place"

@@ -94,6 +94,7 @@ def check_exchange(
         assert torch.equal(
             inbox.field_by_slot("twice")[:, 0], make_message(number, 0).fields["samples"] * 2
         ), "a reply lost a field"
+        # Without the attribute all clients are hosted in one process, which is also the server.
         serving = number == 0 or bool(getattr(exchanges[number], "server", False))
         assert float(shared) == serving, "the shared state changes where the server role is, only"
 
@@ -117,7 +118,7 @@ def _check_inbox(inbox: Inbox, peers: Tensor, step: int) -> None:
         "a message is counted with its payload in bytes"
     )
     assert not inbox.bytes[~inbox.mask].any(), "what did not arrive costs nothing"
-    # A slot in which nothing arrived has a weight all the same: mix must ignore it.
+    # A slot in which nothing arrived has a weight all the same, and a large one: mix must ignore it.
     weights = torch.where(inbox.mask, 0.25, 7.0)
     own = torch.ones(len(peers), 3)
     mixed = inbox.mix(weights, own=own, own_weight=torch.full((len(peers),), 0.5))

@@ -104,12 +104,15 @@ def _check_gradient(values: Tensor, leaf: Tensor) -> None:
     assert bool(torch.isfinite(slope).all()), (
         "the gradient of the loss is not finite: 0 * log(0) and sqrt(0) do that"
     )
+
     assert bool(slope.any()), f"the gradient of the loss is zero everywhere: {advice}"
 
 
 def _check_alone(
     loss: Callable[[Tensor, Tensor], Tensor], outputs: Tensor, targets: Tensor, values: Tensor
 ) -> None:
+    # Engines split batches, and weigh samples one by one: both need the loss of a sample to be its
+    # own.
     for i in range(len(outputs)):
         alone = loss(outputs[i : i + 1].clone(), targets[i : i + 1].clone())
         same = _are_close(alone, values[i : i + 1])
@@ -178,6 +181,7 @@ def check_metric(
     # A draw may be the identity; the reverse order never is.
     for other in (order, torch.arange(number).flip(0)):
         again = _compute_value(found, outputs.detach()[other], targets[other])
+        # A sum in another order ends with other digits: float32 holds seven.
         same = math.isclose(again, value, rel_tol=1e-4, abs_tol=1e-6) or (
             math.isnan(again) and math.isnan(value)
         )

@@ -68,6 +68,7 @@ def check_method(
     _check_description(method)
     with assert_accepted("its functions return what they promise"):
         whole = _check_arguments(make)
+    # All later checks compare with this one run, so that each of them costs one run and not two.
     _check_hidden(make, whole)
     _check_repeats(make, whole)
     _check_grouping(make, whole)
@@ -263,6 +264,7 @@ def _check_arguments(make: _RunFactory) -> Float[Tensor, "clients params"]:
 def _check_hidden(make: _RunFactory, whole: Tensor) -> None:
     """Nothing is kept outside the state: a run is the same while another one goes on."""
     # The same method object serves both runs.
+    # Another seed, so that what one run leaves behind would change the other.
     one, other = make.make_loop(), make.make_loop(rng=Rng(4))
     while not one.is_finished:
         one.run_next_round()

@@ -57,6 +57,7 @@ def tiny_federation(
             tokens = torch.from_numpy(stream.integers(classes, size=(number, *features)))
             return tokens.int(), (tokens + 1 + cluster) % classes
         x = stream.normal(size=(number, size))
+        # Linear, so that the model "linear" can learn one cluster's rule, and not two at once.
         values = x @ rules[cluster]
         y = (values > 0).astype(np.float32)
         if kind == "classes":
@@ -125,6 +126,8 @@ def tiny_source(samples: int = 240, *, side: int = 6, classes: int = 3, seed: in
 def tiny_settings(**changes: Any) -> Settings:
     """Return settings for a run of about a second: float64, SGD, few rounds."""
     local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1, momentum=0.5)
+    # float64: results that differ only by the order of sums agree to many digits. Tests of methods
+    # need no check of the translation.
     return Settings(**{"rounds": 4, "local": local, "dtype": "float64", "check": False, **changes})
 
 

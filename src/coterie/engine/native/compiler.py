@@ -92,6 +92,8 @@ def describe_machine() -> tuple[str, ...]:
 @lru_cache(maxsize=2)
 def describe_target(native: str) -> tuple[str, ...]:
     """Return what compiled code depends on with a processor flag; see `describe_machine`."""
+    # Asks the compiler, not the operating system: an old one may know fewer vector instructions
+    # than the processor has.
     command = [find_compiler(), native, "-dM", "-E", "-x", "c++", os.devnull]
     defined = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=_SECONDS
@@ -104,7 +106,9 @@ def vector_bytes() -> int:
     defined = set(describe_machine()[-1].split())
     if "__AVX512F__" in defined:
         return 64
-    return 32 if "__AVX__" in defined else 16
+    if "__AVX__" in defined:
+        return 32
+    return 16  # SSE of every 64-bit x86, and NEON of ARM
 
 
 def load(text: str, flags: tuple[str, ...] = ()) -> tuple[ctypes.CDLL, float]:

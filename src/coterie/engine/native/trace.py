@@ -586,6 +586,7 @@ def _unified(first: Any, second: Any, sizes: tuple[int, int]) -> Any:
         return first
     one, two = sizes
     if type(first) is int and type(second) is int:
+        # The line through both records, where it has a whole slope and meets both.
         slope = (second - first) // (two - one)
         if first - slope * one == second - slope * two:
             return Dim(slope, first - slope * one)
@@ -764,4 +765,5 @@ def _together(
         with torch.no_grad(), KeyedDraws(torch.tensor(0)):
             outputs = layout.call_module(module, {**views, **values}, batch).to(layout.dtype)
             losses.append(objective(outputs, targets)[1:3])
+    # Rounding may differ with the batch; a normalization over it moves losses by far more.
     return not all(torch.allclose(losses[0], other, rtol=1e-5, atol=1e-7) for other in losses[1:])
