@@ -139,7 +139,9 @@ def merge_by_rule(
     found = rule(received)
     shape = tuple(received.before.shape)
     if not isinstance(found, Tensor):
-        hint = ": is a `return` missing?" if found is None else ""
+        hint = ""
+        if found is None:
+            hint = ": is a `return` missing?"
         raise ConfigError(
             f"{what} returned {found!r:.60}; "
             f"expected the merged model, a tensor of shape {shape}{hint}"

@@ -51,14 +51,17 @@ def gaussian_rewards(
     losses = losses.double()
     here = torch.isfinite(losses)
     # A missing loss has weight 0 in mean and variance, so 0 may stand for it.
-    share = here * (torch.ones(len(losses)) if weights is None else weights).double()[:, None]
-    biased = 0 if weights is not None else ddof
-    mean, variance = _weighted_moments(torch.nan_to_num(losses), share, biased)
+    if weights is None:
+        weights = torch.ones(len(losses))
+    else:
+        ddof = 0
+    share = here * weights.double()[:, None]
+    mean, variance = _weighted_moments(torch.nan_to_num(losses), share, ddof)
     if synthetic is not None:
         drawn = mean + variance.sqrt() * synthetic.double()
         # Synthetic losses count like a client of weight 1.
         both = torch.cat([torch.nan_to_num(losses), drawn])
-        mean, variance = _weighted_moments(both, torch.cat([share, torch.ones_like(drawn)]), biased)
+        mean, variance = _weighted_moments(both, torch.cat([share, torch.ones_like(drawn)]), ddof)
     # Equal losses, or a lone one, are typical: reward 1 instead of 0 / 0.
     flat = (variance <= _FLOOR) | (here.sum(0) < 2)
     rewards = torch.exp(-(losses - mean).square() / (2 * torch.where(flat, 1, variance)))
@@ -127,7 +130,9 @@ def affinity_matrix(
     Returns:
         Symmetric, in (0, 1].
     """
-    vectors = (matrix.T if axis == "column" else matrix).double()
+    vectors = matrix.double()
+    if axis == "column":
+        vectors = vectors.T
     if minmax:
         low, high = vectors.min(), vectors.max()
         vectors = (vectors - low) / (high - low).clamp(min=_FLOOR)
@@ -247,9 +252,8 @@ def renumber_labels(label: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:
     """
     seen: dict[int, int] = {}
     # setdefault numbers a group when its first member comes.
-    return torch.tensor(
-        [seen.setdefault(int(group), len(seen)) for group in label], dtype=torch.int64
-    )
+    numbers = [seen.setdefault(group, len(seen)) for group in label.tolist()]
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 # ---------------------------------------------------------------- CFL
@@ -318,9 +322,8 @@ def squared_distances(
 ) -> Float[Tensor, "clients clusters"]:
     """Squared Euclidean distances, summed in float64."""
     # Center by center: no array of clients x clusters x params exists.
-    return torch.stack(
-        [(points - center).square().sum(1, dtype=torch.float64) for center in centers], dim=1
-    )
+    found = [(points - center).square().sum(1, dtype=torch.float64) for center in centers]
+    return torch.stack(found, dim=1)
 
 
 def k_means(

@@ -82,9 +82,8 @@ def find_neighbors(
     inside = share > 0.5
     usable = start & inside.any(1)
     zero, one = inside.double(), (mask & ~inside).double()
-    mean_zero, mean_one = (
-        _mean_and_deviation(scores, part, part.sum(1).clamp(min=1))[0] for part in (zero, one)
-    )
+    mean_zero, _ = _mean_and_deviation(scores, zero, zero.sum(1).clamp(min=1))
+    mean_one, _ = _mean_and_deviation(scores, one, one.sum(1).clamp(min=1))
     # EM may move component 0, which starts with the presumed neighbors, below the other.
     switch = (one.sum(1) > 0) & (mean_one > mean_zero) & torch.tensor(how.component == "larger")
     chosen = torch.where(switch[:, None], mask & ~inside, inside)
@@ -147,4 +146,6 @@ def _em_step(
             - deviation.log()[:, None]
         )
         log_odds = log_odds + sign * ((size / number).log()[:, None] + likelihood)
-    return (log_odds > 0).double() if em == "hard" else torch.sigmoid(log_odds)
+    if em == "hard":
+        return (log_odds > 0).double()
+    return torch.sigmoid(log_odds)

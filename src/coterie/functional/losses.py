@@ -89,17 +89,19 @@ class Loss(Configurable):
         The default puts numbers into the shape of their targets.
         """
         # (samples, 1) outputs fit (samples,) targets: equally many numbers are one form.
-        alike = (
-            self.form is None and targets.is_floating_point() and outputs.numel() == targets.numel()
-        )
-        return (outputs.reshape(targets.shape) if alike else outputs), targets
+        alike = targets.is_floating_point() and outputs.numel() == targets.numel()
+        if self.form is None and alike:
+            outputs = outputs.reshape(targets.shape)
+        return outputs, targets
 
     def metric_inputs(
         self, metric: Metric, outputs: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return outputs and targets as a metric takes them: in this loss's form, or unchanged."""
         # A custom function without declared forms gets what the module and the data have.
-        return self.to_metric_form(outputs, targets) if metric.takes else (outputs, targets)
+        if not metric.takes:
+            return outputs, targets
+        return self.to_metric_form(outputs, targets)
 
     def possible_forms(self, targets: Tensor) -> tuple[Form, ...]:
         """Return the forms that outputs and targets may have."""
@@ -107,7 +109,9 @@ class Loss(Configurable):
             return (self.form,)
         if targets.is_floating_point():
             return "numbers", "labels", "times"
-        return ("class",) if targets.dim() == 1 else ("positions", "labels")
+        if targets.dim() == 1:
+            return ("class",)
+        return "positions", "labels"
 
     def check_metric_fits(
         self, metric: Metric, targets: Shaped[Tensor, "samples *targets"]
@@ -220,12 +224,16 @@ def _num_entries(y: Tensor) -> int:
 
 def _describe_shape(values: Tensor) -> str:
     axes = ", ".join(["samples", *map(str, values.shape[1:])])
-    return f"({axes},)" if values.dim() == 1 else f"({axes})"
+    if values.dim() == 1:
+        axes += ","
+    return f"({axes})"
 
 
 def _to_tensor(values: Sequence[float], like: Tensor) -> Tensor | None:
     """Return arguments of a loss as a tensor like its outputs; None if there are none."""
-    return torch.tensor(values, dtype=like.dtype, device=like.device) if values else None
+    if not values:
+        return None
+    return torch.tensor(values, dtype=like.dtype, device=like.device)
 
 
 # ---------------------------------------------------------------- classes and labels
@@ -315,7 +323,9 @@ class Binary(Loss):
         logits, wanted = outputs.reshape(-1), targets.reshape(-1).to(outputs.dtype)
         losses = functional.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
         # The factor is w where the target is 1 and 1 where it is 0.
-        return losses if self.pos_weight == 1 else losses * (1 + (self.pos_weight - 1) * wanted)
+        if self.pos_weight != 1:
+            losses = losses * (1 + (self.pos_weight - 1) * wanted)
+        return losses
 
     def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """See `Loss.to_metric_form`: as two classes, of which the logit of the first is 0."""
@@ -858,7 +868,9 @@ class CustomLoss(Loss):
         found = import_object(self.path, f"loss {self.path!r}")(outputs, targets)
         shape = getattr(found, "shape", None)
         if shape != (len(outputs),):
-            what = f"a tensor of shape {tuple(shape)}" if shape is not None else repr(found)
+            what = repr(found)
+            if shape is not None:
+                what = f"a tensor of shape {tuple(shape)}"
             raise ConfigError(
                 f"loss {self.path!r} returned {what} for {len(outputs)} samples; "
                 "expected one loss a sample: take the mean over all other axes, and return it"
@@ -928,10 +940,14 @@ def normalize_loss_setting(given: Any, where: str = "loss") -> dict[str, Any] | 
 
     An import path is not imported.
     """
-    table = {"kind": given} if isinstance(given, str) else given
+    if given is None:
+        return None
+    table = given
+    if isinstance(given, str):
+        table = {"kind": given}
     # A study file can be read where the code of its custom loss is not installed.
-    if given is None or (isinstance(table, Mapping) and ":" in str(table.get("kind"))):
-        return None if table is None else dict(table)
+    if isinstance(table, Mapping) and ":" in str(table.get("kind")):
+        return dict(table)
     if not (isinstance(table, Loss | Mapping) or callable(table)):
         raise ConfigError(
             f"{where} is {given!r}; "
@@ -944,9 +960,9 @@ def loss_to_table(loss: Loss) -> dict[str, Any]:
     """Return a loss as the table from which `make_loss` makes it again."""
     if isinstance(loss, CustomLoss):
         return {"kind": loss.path}
-    kind = (
-        loss.kind if LOSSES.get(loss.kind) is type(loss) else find_import_path(type(loss), "loss")
-    )
+    kind = loss.kind
+    if LOSSES.get(kind) is not type(loss):
+        kind = find_import_path(type(loss), "loss")
     return {**to_plain(loss), "kind": kind}
 
 
@@ -971,8 +987,11 @@ def default_loss(y: Shaped[Tensor, "samples *targets"], classes: int) -> Loss:
         fitting = {1: ["poisson", "mse"], 2: ["tokens"], 3: ["segmentation", "dice"]}.get(
             y.dim(), []
         )
-        fitting = ["multi-label", *fitting] if answers and entries > 1 else fitting
-        many = "a whole number" if entries == 1 else f"{entries} whole numbers"
+        if answers and entries > 1:
+            fitting = ["multi-label", *fitting]
+        many = f"{entries} whole numbers"
+        if entries == 1:
+            many = "a whole number"
         raise ConfigError(
             f"the targets are {many} a sample, which fits several losses: set loss to "
             f"{' or '.join(map(repr, fitting or ['mse']))}, or to a custom function"
@@ -998,5 +1017,9 @@ def cast_targets(
         dtype: floating-point type of models.
     """
     either = loss.targets == "labels" or isinstance(loss, CustomLoss)
-    numbers = y.is_floating_point() if either else loss.targets == "numbers"
-    return y.to(dtype if numbers else torch.int64)
+    numbers = loss.targets == "numbers"
+    if either:
+        numbers = y.is_floating_point()
+    if numbers:
+        return y.to(dtype)
+    return y.to(torch.int64)

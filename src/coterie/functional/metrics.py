@@ -107,8 +107,12 @@ class Metric(Configurable):
             >>> ACCURACY.heading("test"), N_CLUSTERS.heading("test")
             ('test accuracy in %', 'number of clusters')
         """
-        title = f"{split} {self.title}" if self.on_samples and split else self.title
-        return f"{title} in {self.unit}" if self.unit else title
+        title = self.title
+        if self.on_samples and split:
+            title = f"{split} {title}"
+        if self.unit:
+            title += f" in {self.unit}"
+        return title
 
     def format_value(
         self, value: float | None, *, brief: bool = False, signed: bool = False
@@ -130,8 +134,12 @@ class Metric(Configurable):
             return "–"
         digits = ".4g"
         if self.digits is not None:
-            digits = f".{min(self.digits, 1) if brief else self.digits}f"
-        return f"{self.scale * value:{'+' if signed else ''}{digits}}"
+            digits = f".{self.digits}f"
+        if self.digits is not None and brief:
+            digits = f".{min(self.digits, 1)}f"
+        if signed:
+            digits = f"+{digits}"
+        return format(self.scale * value, digits)
 
     def to_record(self) -> dict[str, Any]:
         """Return the fields that say how values are shown: what can be stored and sent."""
@@ -207,7 +215,9 @@ _SHOWN_FIELDS = tuple(
 
 
 def _describe_value(found: Any) -> str:
-    return f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+    if isinstance(found, Tensor):
+        return f"a tensor of shape {tuple(found.shape)}"
+    return repr(found)
 
 
 class Metrics(dict[str, Metric]):
@@ -689,7 +699,9 @@ def find_metric(given: str | Metric | Callable[..., Any], where: str = "metrics"
 
 def _check_custom(metric: Metric) -> Metric:
     """Refuse a metric without a function, and another one under the name of a built-in one."""
-    what = f"the name of metric {metric.path!r}" if metric.path else "the name of a metric"
+    what = "the name of a metric"
+    if metric.path:
+        what = f"the name of metric {metric.path!r}"
     # Two metrics of one name would be one column of results.
     is_free = REGISTRY.get(metric.name, metric) == metric
     require(is_free, what, metric.name, "one that no built-in metric has")
@@ -885,9 +897,9 @@ def max_accuracy(accuracy: Sequence[float]) -> float:
     The evaluations are on test data, so the maximum is optimistic.
     """
     values = [value for value in accuracy if not math.isnan(value)]
-    return (
-        max(values) if values else warn_undefined("the largest accuracy", "nothing was evaluated")
-    )
+    if not values:
+        return warn_undefined("the largest accuracy", "nothing was evaluated")
+    return max(values)
 
 
 def time_to_accuracy(rounds: Sequence[int], accuracy: Sequence[float], target: float) -> float:
@@ -921,16 +933,12 @@ def time_to_accuracy_ratio(
     """
     # The target is of the baseline, so the baseline itself always reaches it.
     target = max_accuracy(base)
-    own, theirs = (
-        time_to_accuracy(rounds, accuracy, target),
-        time_to_accuracy(base_rounds, base, target),
-    )
+    own = time_to_accuracy(rounds, accuracy, target)
+    theirs = time_to_accuracy(base_rounds, base, target)
+    if own == theirs == 0:
+        return 1.0
     if own == 0:
-        return (
-            1.0
-            if theirs == 0
-            else warn_undefined("the TTA ratio", "the method was there in round 0")
-        )
+        return warn_undefined("the TTA ratio", "the method was there in round 0")
     return theirs / own
 
 

@@ -184,4 +184,6 @@ def find_seeds_needed(
         seeds -= 1
     while seeds <= most and not is_enough(seeds):
         seeds += 1
-    return seeds if seeds <= most else None
+    if seeds > most:
+        return None
+    return seeds

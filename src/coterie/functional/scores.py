@@ -62,7 +62,9 @@ def mark_not_finite(outputs: Shaped[Tensor, "samples *outputs"]) -> Float[Tensor
     # NaN times 0 and infinity times 0 are NaN. Engines trace this line, so it has no branch on
     # values.
     zeros = outputs * 0.0
-    return zeros if zeros.dim() == 1 else zeros.flatten(1).sum(1)
+    if zeros.dim() > 1:
+        zeros = zeros.flatten(1).sum(1)
+    return zeros
 
 
 # ---------------------------------------------------------------- classes, and columns of yes or no
@@ -304,7 +306,7 @@ def r2(
     """
     from sklearn.metrics import r2_score
 
-    found, wanted = (flatten_entries(values.double()) for values in (outputs, targets))
+    found, wanted = flatten_entries(outputs.double()), flatten_entries(targets.double())
     # scikit-learn would count an entry without variance as 0 or 1.
     varies = (wanted != wanted[:1]).any(0)
     if not bool(varies.any()):

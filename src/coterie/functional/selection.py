@@ -113,7 +113,9 @@ def sample_peers_quickly(
     # least.
     last = order[:, count - 1, None]
     reach = (-torch.log1p(-draw.gather(1, last)) / weight.gather(1, last))[:, 0]
-    limit = few[:, -1] if few.shape[1] < population else torch.full_like(few[:, -1], torch.inf)
+    limit = torch.full_like(few[:, -1], torch.inf)
+    if few.shape[1] < population:
+        limit = few[:, -1]
     chosen = at.gather(1, order[:, :count])
     # the margin is far above the rounding of both sides
     certain = (reach < limit * (1 - 1e-9)) & (draw > 0).all(1) & torch.isfinite(reach)
@@ -188,7 +190,9 @@ def select_by_rule(
     found = rule(known)
     shape = tuple(known.candidates.shape)
     if not isinstance(found, Tensor):
-        hint = ": is a `return` missing?" if found is None else ""
+        hint = ""
+        if found is None:
+            hint = ": is a `return` missing?"
         raise ConfigError(
             f"{what} returned {found!r:.60}; "
             f"expected a number for each member, a tensor of shape {shape}{hint}"
@@ -502,8 +506,9 @@ def share_places(
         counts[group], left = asked, left - asked
     for group in order:
         # The rest fills up groups that were served, the first ones first.
-        more = min(left, sizes[group] - counts[group]) if counts[group] else 0
-        counts[group], left = counts[group] + more, left - more
+        if counts[group]:
+            more = min(left, sizes[group] - counts[group])
+            counts[group], left = counts[group] + more, left - more
     return counts
 
 
@@ -525,7 +530,9 @@ def draw_cohort(
     Returns:
         Ids in ascending order.
     """
-    scores = noise if log_weights is None else noise + log_weights
+    scores = noise
+    if log_weights is not None:
+        scores = scores + log_weights
     if members is not None:
         scores = torch.where(members, scores, -torch.inf)
     # The members of a cohort are in the order of ids.

@@ -146,7 +146,9 @@ def _iterate_blocks(own: _Rows, table: _Rows) -> Iterator[tuple[slice, Tensor, T
     """
     (matrix, rows, origin), (others, senders, origins) = own, table
     params = matrix.shape[1]
-    entries = _CACHED if matrix.device.type == "cpu" else _ENTRIES
+    entries = _ENTRIES
+    if matrix.device.type == "cpu":
+        entries = _CACHED
     step = max(1, entries // min(COLUMNS, max(1, params)))
     rows, senders = rows.to(matrix.device), senders.to(matrix.device)
     for start in range(0, len(rows), step):
@@ -161,4 +163,6 @@ def _iterate_blocks(own: _Rows, table: _Rows) -> Iterator[tuple[slice, Tensor, T
 
 def _take_rows(matrix: Tensor, base: Tensor | None, rows: Tensor, columns: slice) -> Tensor:
     values = matrix[:, columns].index_select(0, rows).double()
-    return values if base is None else values.sub_(base[:, columns].index_select(0, rows))
+    if base is not None:
+        values = values.sub_(base[:, columns].index_select(0, rows))
+    return values

@@ -93,9 +93,8 @@ def _draw_l1_steps(stream: np.random.Generator, size: int, radius: float, count:
     """Draw uniformly from the steps that sum to 0 with L1 norm up to `radius`."""
     # The ball consists of cones, one for each pattern of signs: comb(M, p) patterns have p positive
     # entries, and the volume of each is proportional to comb(M - 2, p - 1).
-    chances = np.array(
-        [math.comb(size, p) * math.comb(size - 2, p - 1) for p in range(1, size)], dtype=float
-    )
+    counts = [math.comb(size, p) * math.comb(size - 2, p - 1) for p in range(1, size)]
+    chances = np.array(counts, dtype=float)
     positives = stream.choice(np.arange(1, size), count, p=chances / chances.sum())
     # argsort of argsort gives random ranks; the first `positives` of them are positive entries.
     rank = stream.random((count, size)).argsort(1).argsort(1)
@@ -221,7 +220,7 @@ def cluster_points(
         The group of each point, and the centers.
     """
     require(1 <= count <= len(points), "regions", count, f"between 1 and the {len(points)} clients")
-    distances = l1_distances if metric == "l1" else hilbert_distances
+    distances = {"l1": l1_distances, "hilbert": hilbert_distances}[metric]
     best: tuple[float, Tensor, Tensor] | None = None
     for _ in range(restarts):
         centers = _draw_seeds_far_apart(points, count, stream, distances)
@@ -324,9 +323,9 @@ def gradient_points(
     # The solver "full" draws nothing at random.
     scores = PCA(topics, svd_solver="full").fit_transform(gradients.double().numpy())
     components = torch.from_numpy(np.ascontiguousarray(scores))
-    candidates = [
-        project_on_simplex(components, float(total)) / total for total in np.linspace(1e-4, 1, 1000)
-    ]
-    best = min(range(len(candidates)), key=lambda i: riesz_energy(candidates[i]))
+    totals = np.linspace(1e-4, 1, 1000)
+    candidates = (project_on_simplex(components, float(total)) / total for total in totals)
+    # `min` returns the first of equal ones.
+    best = min(candidates, key=riesz_energy)
     # Small sizes lose digits in the projection: rows sum to 1 again.
-    return candidates[best] / candidates[best].sum(1, keepdim=True)
+    return best / best.sum(1, keepdim=True)

@@ -173,15 +173,15 @@ def push_and_measure(
         replies.field_by_slot("round") == rnd.index
     )
     # The first `count` slots are the peers that the client asked; the others only asked it.
-    heard = replies.mask & models.mask[:, :count] & valid
-    value = torch.where(heard, replies.fields["loss"][replies.index, column].double(), torch.inf)
+    answered = replies.mask & models.mask[:, :count] & valid
+    value = torch.where(answered, replies.fields["loss"][replies.index, column].double(), torch.inf)
 
     # The method sees only the peers that it asked.
     inbox = replace(
         models,
         index=models.index[:, :count],
         peers=peers,
-        mask=heard,
+        mask=answered,
         age=models.age[:, :count],
         bytes=models.bytes[:, :count] + replies.bytes,
     )
@@ -314,13 +314,13 @@ class PeerSimilarities:
             if pick == "least":
                 preference = -preference
             # Unused slots were gathered from member 0: the mask removes them.
-            heard = relays.mask[rows] & (peers >= 0)
+            answered = relays.mask[rows] & (peers >= 0)
             measured = mine.status == MEASURED
             # A client has no similarity to itself: it counts as known and gets no estimate.
             estimate, found = selection.estimate_two_hop(
                 measured.scatter_(1, ids[rows, None], True),
                 peers,
-                torch.where(heard, preference, -torch.inf),
+                torch.where(answered, preference, -torch.inf),
                 relays.index[rows],
                 relays.fields["similarity"],
                 relays.fields["known"],
