@@ -108,7 +108,9 @@ def _draw_poisson_batches(
     sizes = samples.tolist()
     count = torch.tensor([count_steps(local, n) for n in sizes], dtype=torch.int64)
     # Steps of an epoch; a number of steps without epochs counts as one epoch.
-    each = count if local.steps is not None else count // max(1, local.epochs)
+    each = count
+    if local.steps is None:
+        each = count // max(1, local.epochs)
     drawn = []
     for n, client, number in zip(sizes, ids.tolist(), count.tolist(), strict=True):
         # One uniform draw for each step and sample: the sample is in the batch with probability
@@ -170,7 +172,9 @@ def smallest_batch_size(local: LocalTraining, samples: int) -> int:
     rest = samples % max(1, size)
     # The smaller batch is the last of a pass: fewer steps than full batches do not reach it.
     reached = local.steps is None or local.steps > samples // max(1, size)
-    return rest if rest and reached and not local.drop_last else size
+    if rest and reached and not local.drop_last:
+        return rest
+    return size
 
 
 def last_epoch_mean(

@@ -61,9 +61,8 @@ class FlatModel:
         """Return the names of the weights of two-dimensional convolutions."""
         kinds = (nn.Conv2d, nn.ConvTranspose2d)
         found = {id(part.weight) for part in self.train_module.modules() if isinstance(part, kinds)}
-        return frozenset(
-            name for name, tensor in self.train_module.named_parameters() if id(tensor) in found
-        )
+        named = self.train_module.named_parameters()
+        return frozenset(name for name, tensor in named if id(tensor) in found)
 
     def _bind_tensors(self, module: nn.Module) -> None:
         """Put the tensors of a module into the row."""
@@ -118,9 +117,8 @@ class FlatModel:
             return part.view(slot.shape)
 
         # A vector of the trained part ends where the untrained slots begin.
-        return {
-            slot.name: view_slot(slot) for slot in self.layout.slots if slot.stop <= len(vector)
-        }
+        slots = [slot for slot in self.layout.slots if slot.stop <= len(vector)]
+        return {slot.name: view_slot(slot) for slot in slots}
 
     def copy_from_row(self, own: Tensor, other: Tensor) -> None:
         """Copy a vector in the order of a row into one in the order of this model."""
@@ -168,12 +166,11 @@ class FlatModel:
 
     def changed_buffers(self) -> list[str]:
         """Return the names of buffers in no row that a forward pass has changed."""
-        found = [
-            path
-            for buffers, name, path, _, value in self._fixed_buffers
-            if not torch.equal(buffers[name], value)
-        ]
-        return list(dict.fromkeys(found))
+        changed = []
+        for buffers, name, path, _, value in self._fixed_buffers:
+            if not torch.equal(buffers[name], value) and path not in changed:
+                changed.append(path)
+        return changed
 
     def sync_running_stats(self) -> None:
         """Copy running statistics that a module replaced, instead of writing into them."""

@@ -40,11 +40,11 @@ def make_custom_optimizer(
         raise ConfigError(
             f"{what} is {kind!r}; expected a class that extends torch.optim.Optimizer"
         )
-    arguments = {
+    arguments = dict(options)
+    for key, value in options.items():
         # Study files have lists where torch.optim has tuples, such as betas.
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in options.items()
-    }
+        if isinstance(value, list):
+            arguments[key] = tuple(value)
     try:
         return kind(list(parameters), lr=lr, **arguments)  # type: ignore[call-arg]
     # A foreign class may raise anything.

@@ -321,7 +321,7 @@ def normalize_batch(
     x = input
     if x.dtype == torch.bfloat16:  # mean and variance need more digits
         x = x.float()
-    shape = (1, -1, *(1 for _ in x.shape[2:]))
+    shape = (1, -1, *[1] * (x.ndim - 2))
     if training:
         functional._verify_batch_size(x.size())  # type: ignore[attr-defined]
         places = x.numel() // x.shape[1]  # values of a channel: samples times places

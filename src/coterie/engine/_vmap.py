@@ -85,10 +85,9 @@ class VmapEngine(Engine):
         self._train_module = with_counted_batches(layout.train_module)
         self._eval_module = layout.eval_module
         self.modules = (self._train_module, self._eval_module)
-        self._replaces = any(type(part) not in _PLAIN for part in layout.eval_module.modules())
-        self._has_convolutions = any(
-            isinstance(part, _CONVOLUTIONS) for part in layout.eval_module.modules()
-        )
+        kinds = set(map(type, layout.eval_module.modules()))
+        self._replaces = not kinds <= _PLAIN
+        self._has_convolutions = any(issubclass(kind, _CONVOLUTIONS) for kind in kinds)
         # What modules draw differs between clients: by their keys.
         run = partial(vmap, randomness="different")
         self._gradients = {

@@ -137,7 +137,7 @@ class RawSamples:
     @cached_property
     def _channel_stats(self) -> tuple[Tensor, Tensor]:
         """Mean and deviation of each channel, shaped like an image."""
-        shape = (-1, *(1 for _ in self.input_shape[1:]))
+        shape = (-1, *[1] * (len(self.input_shape) - 1))
         mean = torch.tensor(self.mean, dtype=self.dtype, device=self.device)
         std = torch.tensor(self.std, dtype=self.dtype, device=self.device)
         return mean.reshape(shape), std.reshape(shape)

@@ -102,7 +102,9 @@ class ClientModel:
             rows.append(row.to(self.device))
         models = torch.stack(rows)
         if different and find_equal_rows(models[:, : self.layout.trainable]):
-            given = "a module" if isinstance(self.make, nn.Module) else "a function that draws none"
+            given = "a function that draws none"
+            if isinstance(self.make, nn.Module):
+                given = "a module"
             raise ModelError(
                 f"this method starts from {count} different models, and {given} has one set of "
                 "weights, which stays: equal models would stay equal; give the class of the module "
@@ -168,7 +170,9 @@ def _check_init(init: InitMode, make: Callable[[], nn.Module] | nn.Module) -> No
             )
         kept = list_kept_tensors(make)
         names = ", ".join(kept[:3]) + ", ..." * (len(kept) > 3)
-        stay = f"; as given stay {names}, whose layers have no reset_parameters" if kept else ""
+        stay = ""
+        if kept:
+            stay = f"; as given stay {names}, whose layers have no reset_parameters"
         warnings.warn(
             "init = 'redrawn': the weights of the module that was given are not used; its layers "
             f"draw new ones by reset_parameters{stay}",

@@ -69,7 +69,7 @@ class InputNoise:
             splitmix(start + places[loud] % self.samples_per_row), math.prod(x.shape[2:])
         )
         # One axis for each of x, so that a client's sigma meets all of its entries.
-        scale = self.sigma[who].reshape(-1, *(1 for _ in x.shape[1:]))
+        scale = self.sigma[who].reshape(-1, *[1] * (x.ndim - 1))
         x[loud] += (scale * normal.reshape(len(who), *x.shape[1:])).to(x.dtype)
         return x
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from typing import Annotated, Any
 
 import torch
@@ -50,9 +51,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 """The optimizers of every engine: arguments other than the rate, and PyTorch's defaults."""
 
-_OPTIMIZER_ARGUMENTS = tuple(
-    dict.fromkeys(name for arguments in OPTIMIZERS.values() for name in arguments)
-)
+_OPTIMIZER_ARGUMENTS = tuple(dict.fromkeys(chain.from_iterable(OPTIMIZERS.values())))
 ADDED_FIELDS = (
     *(name for name in _OPTIMIZER_ARGUMENTS if name not in ("momentum", "weight_decay")),
     "optimizer_options",

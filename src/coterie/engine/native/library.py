@@ -139,7 +139,7 @@ def convert_targets(samples: RawSamples, dtype: torch.dtype) -> StoredTargets:
         channels = samples.input_shape[0]
         # A byte has 256 values: each is prepared once for every channel, by the code that prepares
         # images, and programs look them up (channels x 256).
-        every = torch.arange(256, dtype=torch.uint8).reshape(256, *(1 for _ in samples.input_shape))
+        every = torch.arange(256, dtype=torch.uint8).reshape(256, *[1] * len(samples.input_shape))
         levels = RawSamples(
             every.expand(256, channels, *every.shape[2:]), every, dtype, samples.mean, samples.std
         )

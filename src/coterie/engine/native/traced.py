@@ -456,7 +456,7 @@ class TracedProgram:
             given = inputs.get(name)
             shape = own[name].shape[1:]
             if given is None:
-                given = own[name].reshape(*(1 for _ in lead), *shape).expand(*lead, *shape)
+                given = own[name].reshape(*[1] * len(lead), *shape).expand(*lead, *shape)
             values.append(given.to(self.layout.dtype).contiguous())
         return (_POINTER * max(1, len(values)))(*map(address_of, values)), values
 
