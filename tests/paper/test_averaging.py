@@ -282,11 +282,11 @@ def test_too_few_updates_change_nothing():
     lost = dataclasses.replace(
         message, params=params.clone().index_fill_(0, torch.tensor([0]), torch.nan)
     )
-    merged, reply = method._aggregate_finite(context, shared, lost)
+    merged, reply = method._aggregate_valid({}, context, shared, lost)
     torch.testing.assert_close(merged.models[0], params[1:].mean(0))
     assert reply.index.shape == (4, 0)
     nothing = dataclasses.replace(message, params=torch.full_like(params, torch.nan))
-    assert method._aggregate_finite(context, shared, nothing)[0] is shared
+    assert method._aggregate_valid({}, context, shared, nothing)[0] is shared
 
 
 def test_momentum_rests_in_a_cluster_that_nobody_answered_for():

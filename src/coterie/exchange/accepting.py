@@ -42,10 +42,11 @@ class Acceptance(Configurable):
             The data are the validation data, or the training data of a client without validation
             data.
         clip: a model counts as if it were no farther from the reader's than `clip` times the
-            reader's own training step (the largest of the recent ones).
+            reader's own training step (the largest of the recent ones). A server refuses a model
+            that is three times that far from its own, measured in the median step of the cohort.
         samples: a peer counts for at most `samples` times as many training samples as the reader
-            has.
-        quarantine: do not read a peer for 1, 2, 4, ... rounds, up to 32,768, each time that it is
+            has; for a server, as the median of the cohort.
+        quarantine: peers do not read a peer for 1, 2, 4, ... rounds, up to 32,768, each time that it is
             refused; each acceptance takes one doubling back.
     """
 

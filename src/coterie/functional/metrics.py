@@ -579,7 +579,10 @@ BANDWIDTH = Metric(
     shown="not",
 )
 REFUSED = Metric(
-    "refused", "models that a client refused to mix, in a round", "refused models", shown="curve"
+    "refused",
+    "models that a client, or its server, refused to mix in a round",
+    "refused models",
+    shown="curve",
 )
 ATTACKER_WEIGHT = Metric(
     "attacker_weight",

@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie._util.settings import CustomFunction, Share
+from coterie._util.settings import Share
 from coterie.engine.task import Task
 from coterie.exchange.base import Inbox
 from coterie.functional.metrics import Metric
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Round, State
 from coterie.methods.ditto import PersonalModels
 from coterie.methods.server import Averaging, Weights
@@ -50,7 +51,8 @@ class Apfl(PersonalModels):
             adds $0.02 \alpha_i$ to the gradient.
         weights: weights of the clients in the mean of the $w_i$: "uniform" as in the paper, or
             "samples".
-        aggregation: import path of a rule of yours that merges what came back, a function of
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
             `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
@@ -69,7 +71,7 @@ class Apfl(PersonalModels):
     alpha: Share = 0.5
     adaptive: bool = False
     weights: Weights = "uniform"
-    aggregation: CustomFunction | None = None
+    aggregation: Aggregation | None = None
 
     @property
     def averaging(self) -> Averaging:

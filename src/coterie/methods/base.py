@@ -24,10 +24,11 @@ from coterie.engine.optim import OptimizerState
 from coterie.engine.stepwise import StepwiseTraining
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, require
-from coterie.exchange.accepting import AcceptingExchange
+from coterie.exchange.accepting import Acceptance, AcceptingExchange
 from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing
-from coterie.functional import aggregation, metrics, selection
+from coterie.functional import aggregation, metrics, robust, selection
 from coterie.functional.metrics import Metric
+from coterie.functional.robust import Aggregation
 from coterie.methods.cost import Cost, CostSetting, Phase
 from coterie.models.layout import Layout, ModelFactory
 from coterie.rng import Rng
@@ -177,6 +178,9 @@ class Round:
         metrics: names of the metrics that `Settings.metrics` requests.
         record_similarities: whether the settings ask to report similarities and probabilities of
             draws.
+        acceptance: the rules by which a server judges what came back; None where it believes it.
+        note_refused: called where the server role is with the clients whose message it left out,
+            and why.
     """
 
     index: int
@@ -188,6 +192,8 @@ class Round:
     order: Order = "exchange_first"
     metrics: frozenset[str] = frozenset()
     record_similarities: bool = False
+    acceptance: Acceptance | None = None
+    note_refused: Callable[[Mapping[int, str]], None] = lambda refused: None
 
     def train(
         self,
@@ -293,6 +299,12 @@ class Method(Configurable, ABC):
     tracks: ClassVar[int] = 1
     timed_against: ClassVar[str] = "fedavg"
     reports: ClassVar[tuple[Metric, ...]] = ()
+
+    def _check_rules(self) -> None:
+        # The settings of an aggregation rule in a table; names and paths are checked by their type.
+        if isinstance(table := getattr(self, "aggregation", None), Mapping):
+            robust.make_table_rule(table)
+        super()._check_rules()
 
     @classmethod
     def report_metrics(cls) -> dict[str, Metric]:
@@ -816,19 +828,19 @@ def choose_peers_by_rule(
 
 
 def merge_by_rule(
-    path: str | Callable[..., Any],
+    given: Aggregation,
     rnd: Round,
     state: State,
     inbox: Inbox,
     keep: Bool[Tensor, "clients peers"],
     similarity: Float[Tensor, "clients peers"] | None = None,
 ) -> tuple[State, dict[str, Tensor]]:
-    """Merge what each client received by a custom rule; without anything it keeps its own model.
+    """Merge what each client received by a rule; without anything it keeps its own model.
 
     The rule sees what is shared of the models.
 
     Args:
-        path: its import path.
+        given: the rule, as `robust.make_rule` takes it.
         rnd: the round.
         state: before the exchange.
         inbox: with the numbers of samples in a field.
@@ -839,8 +851,8 @@ def merge_by_rule(
         The new state, and what the record wants to know: each merged model has weight 1, for a rule
         states none.
     """
-    what = f"aggregation {path!r}"
-    rule, own, out = import_function(str(path), what), state.params, state.params.clone()
+    what = f"aggregation {given!r}"
+    rule, own, out = robust.make_rule(given), state.params, state.params.clone()
     columns = rnd.task.sharing.shared
     # Models are passed to the rule in the order of sender ids, as `Inbox.mix` adds them: the order
     # of the slots changes no bit.
@@ -873,16 +885,16 @@ def average_models(
     rnd: Round,
     state: State,
     inbox: Inbox,
-    rule: str | Callable[..., Any] | None = None,
+    rule: Aggregation | None = None,
     keep: Bool[Tensor, "clients peers"] | None = None,
 ) -> tuple[State, dict[str, Tensor]]:
-    """Average each client's model with received ones by samples, or merge by a custom rule.
+    """Average each client's model with received ones by samples, or merge by a rule.
 
     Args:
         rnd: the round.
         state: before the exchange.
         inbox: what arrived, with the numbers of samples in a field.
-        rule: import path of the rule; None for the average.
+        rule: as `robust.make_rule` takes it; None for the average.
         keep: which slots are merged; all that arrived when None.
 
     Returns:

@@ -12,6 +12,7 @@ from coterie.engine.task import Task
 from coterie.exchange.base import Message
 from coterie.functional import clustering
 from coterie.functional.aggregation import average_models
+from coterie.functional.robust import Aggregation
 from coterie.methods.server import Averaging, Clusters, ServerContext, ServerMethod, cluster_sizes
 from coterie.rng import Rng
 
@@ -52,6 +53,9 @@ class Cfl(ServerMethod):
             update is known.
         max_age: with partial participation, rounds after which a last update is too old to count;
             None for never.
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
+            `functional.aggregation.ReceivedModels`; the mean when not given.
     """
 
     kind: ClassVar[str] = "cfl"
@@ -71,6 +75,12 @@ class Cfl(ServerMethod):
     min_cluster_size: PositiveInt = 3
     participation: Literal["full", "partial"] = "full"
     max_age: NonNegativeInt | None = None
+    aggregation: Aggregation | None = None
+
+    @property
+    def averaging(self) -> Averaging:
+        """By samples, or by a rule."""
+        return Averaging(rule=self.aggregation)
 
     def init_server_state(self, task: Task, rng: Rng) -> CflClusters:
         """Return one cluster and no updates."""

@@ -15,6 +15,7 @@ from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import aggregation, selection, similarity
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import (
     ROWS_AT_ONCE,
     Info,
@@ -364,8 +365,9 @@ class Dac(PeerMethod):
         similarity: "inv_loss", 1 over the loss of the peer's model on the client's data; "inv_l2",
             1 over the distance of the models; "cos_weight" and "cos_grad", the cosine of the models
             or of their updates since the start.
-        aggregation: "fedavg"; "fedsim", by this round's similarities; or the import path of a
-            custom rule, a function of `functional.aggregation.ReceivedModels`.
+        aggregation: "fedavg"; "fedsim", by this round's similarities; a rule of
+            `functional.robust.RULES`, by its name or as a table with its settings; or the import
+            path of a custom rule, a function of `functional.aggregation.ReceivedModels`.
         two_hop: estimate unmeasured similarities from the ones that peers share.
         loss_direction: "pull", the loss of $w_j$ on the client's data; "push", that of $w_i$ on the
             peer's data, which the peer measures (three exchanges).
@@ -389,7 +391,7 @@ class Dac(PeerMethod):
     num_peers: PositiveInt = 5
     tau: NonNegativeFloat = 30.0
     similarity: Metric = "inv_loss"
-    aggregation: Literal["fedavg", "fedsim"] | CustomFunction = "fedavg"
+    aggregation: Literal["fedavg", "fedsim"] | Aggregation = "fedavg"
     two_hop: bool = True
     loss_direction: Literal["pull", "push"] = "pull"
     tau_schedule: Literal["constant", "var"] = "constant"

@@ -6,9 +6,10 @@ from typing import ClassVar, final
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie._util.settings import CustomFunction, NonNegativeFloat, NonNegativeInt
+from coterie._util.settings import NonNegativeFloat, NonNegativeInt
 from coterie.engine.task import LocalTraining, Task
 from coterie.exchange.base import Inbox
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Round, State
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_moving
 from coterie.methods.fedavg import OneModel
@@ -62,7 +63,8 @@ class Ditto(PersonalModels):
             draws its own.
         personal_epochs: epochs of the personal model; those of the run when None.
         personal_steps: steps of the personal model instead.
-        aggregation: import path of a rule of yours that merges what came back, a function of
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
             `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
@@ -81,7 +83,7 @@ class Ditto(PersonalModels):
     interleaved: bool = False
     personal_epochs: NonNegativeInt | None = None
     personal_steps: NonNegativeInt | None = None
-    aggregation: CustomFunction | None = None
+    aggregation: Aggregation | None = None
 
     @property
     def averaging(self) -> Averaging:

@@ -6,8 +6,9 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from coterie._util.settings import CustomFunction, PositiveFloat
+from coterie._util.settings import PositiveFloat
 from coterie.exchange.base import Message
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import make_variant
 from coterie.methods.server import Averaging, Momentum, ServerContext, ServerMethod, Weights
 
@@ -30,7 +31,8 @@ class FedAvg(OneModel):
 
     Args:
         weights: of the clients: "samples" ($n_k$) or "uniform".
-        aggregation: import path of a rule of yours that merges what came back, a function of
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
             `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
@@ -42,7 +44,7 @@ class FedAvg(OneModel):
         "decentralized data, 2017, https://arxiv.org/abs/1602.05629",
     )
     weights: Weights = "samples"
-    aggregation: CustomFunction | None = None
+    aggregation: Aggregation | None = None
 
     @property
     def averaging(self) -> Averaging:
@@ -61,6 +63,9 @@ class FedAvgM(OneModel):
         momentum: $\beta$, in [0, 1).
         server_lr: $\eta_s$.
         nesterov: step along $d + \beta v$ instead, as the authors' experiments do.
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
+            `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
     kind: ClassVar[str] = "fedavgm"
@@ -73,11 +78,12 @@ class FedAvgM(OneModel):
     momentum: Momentum = 0.9
     server_lr: PositiveFloat = 1.0
     nesterov: bool = False
+    aggregation: Aggregation | None = None
 
     @property
     def averaging(self) -> Averaging:
         """With momentum."""
-        return Averaging("samples", self.momentum, self.server_lr, self.nesterov)
+        return Averaging("samples", self.momentum, self.server_lr, self.nesterov, self.aggregation)
 
 
 FairAvg = make_variant(

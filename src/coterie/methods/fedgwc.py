@@ -17,6 +17,7 @@ from coterie.engine.task import Task
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import clustering, metrics, selection
 from coterie.functional.metrics import Metric
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Round, State, draw_cohort_noise
 from coterie.methods.server import (
     Averaging,
@@ -24,6 +25,7 @@ from coterie.methods.server import (
     Momentum,
     ServerContext,
     ServerMethod,
+    Weights,
     cluster_sizes,
     sees_whole_cohort,
 )
@@ -80,6 +82,9 @@ class FedGwc(ServerMethod):
         momentum: of "fedavgm".
         mu: of "fedprox"; the penalty is no part of the losses.
         trace: losses sent, when local training is counted in epochs; with steps, one each.
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
+            `functional.aggregation.ReceivedModels`; the mean when not given.
     """
 
     kind: ClassVar[str] = "fedgwc"
@@ -104,15 +109,15 @@ class FedGwc(ServerMethod):
     momentum: Momentum = 0.9
     mu: NonNegativeFloat = 0.01
     trace: PositiveInt = 32
+    aggregation: Aggregation | None = None
 
     @property
     def averaging(self) -> Averaging:
         """That of the aggregator."""
         if self.aggregator == "fedavgm":
-            return Averaging("samples", self.momentum)
-        if self.aggregator == "fairavg":
-            return Averaging("uniform")
-        return Averaging("samples")
+            return Averaging("samples", self.momentum, rule=self.aggregation)
+        weights: Weights = "uniform" if self.aggregator == "fairavg" else "samples"
+        return Averaging(weights, rule=self.aggregation)
 
     @property
     def privacy_leak(self) -> str:

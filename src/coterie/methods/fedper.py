@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar, final
 
-from coterie._util.settings import CustomFunction, NonNegativeInt
+from coterie._util.settings import NonNegativeInt
 from coterie.exchange.base import Inbox
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Round, State
 from coterie.methods.ditto import personal_training
 from coterie.methods.fedavg import OneModel
@@ -77,7 +78,8 @@ class FedPer(OneModel):
         personal_layers: how many layers are personal ($K_P$), counted from the last one that has
             trained parameters, normalizations included; 0 is FedAvg.
         weights: of the clients: "samples" ($n_k$) or "uniform".
-        aggregation: import path of a rule of yours that merges what came back, a function of
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
             `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
@@ -90,7 +92,7 @@ class FedPer(OneModel):
     )
     personal_layers: NonNegativeInt = 1
     weights: Weights = "samples"
-    aggregation: CustomFunction | None = None
+    aggregation: Aggregation | None = None
 
     @property
     def averaging(self) -> Averaging:
@@ -118,7 +120,8 @@ class FedRep(OneModel):
             parameters; 0 is FedAvg.
         head_epochs: epochs of the head ($\tau_h$); those (or the steps) of the run when None.
         weights: of the clients: "uniform" as in the paper, or "samples".
-        aggregation: import path of a rule of yours that merges what came back, a function of
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
             `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
@@ -133,7 +136,7 @@ class FedRep(OneModel):
     personal_layers: NonNegativeInt = 1
     head_epochs: NonNegativeInt | None = 10
     weights: Weights = "uniform"
-    aggregation: CustomFunction | None = None
+    aggregation: Aggregation | None = None
 
     @property
     def averaging(self) -> Averaging:
@@ -166,9 +169,10 @@ class DFedAlt(Gossip):
         num_peers: peers read each round; clamped to population - 1.
         selection: import path of a rule of yours that says which peers a client reads, a function
             of `functional.selection.PeerKnowledge`; a uniform draw when not given.
-        aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not
-            given.
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
+            `functional.aggregation.ReceivedModels`; the average by numbers of
+            samples when not given.
         personal_layers: how many layers the head has, counted from the last one that has trained
             parameters; 0 is Random.
         head_epochs: epochs of the head ($K_v$); those (or the steps) of the run when None.
@@ -211,7 +215,8 @@ class FedBN(OneModel):
 
     Args:
         weights: of the clients: "samples" ($n_k$) or "uniform".
-        aggregation: import path of a rule of yours that merges what came back, a function of
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
             `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
@@ -223,7 +228,7 @@ class FedBN(OneModel):
         "2021, https://arxiv.org/abs/2102.07623",
     )
     weights: Weights = "samples"
-    aggregation: CustomFunction | None = None
+    aggregation: Aggregation | None = None
 
     @property
     def averaging(self) -> Averaging:

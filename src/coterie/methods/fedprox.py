@@ -7,11 +7,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie._util.settings import CustomFunction, NonNegativeFloat
+from coterie._util.settings import NonNegativeFloat
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.exchange.base import Inbox, Message, Reply
 from coterie.functional import selection
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Round, State, draw_cohort_noise
 from coterie.methods.fedavg import OneModel
 from coterie.methods.server import (
@@ -45,7 +46,8 @@ class FedProx(OneModel):
         weights: weights of the clients in the mean: "samples" or "uniform".
         sampling: clients are drawn uniformly, or with probability proportional to their samples
             (then the paper averages with uniform weights).
-        aggregation: import path of a rule of yours that merges what came back, a function of
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
             `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
@@ -61,7 +63,7 @@ class FedProx(OneModel):
     mu: NonNegativeFloat = 0.01
     weights: Weights = "samples"
     sampling: Literal["uniform", "samples"] = "uniform"
-    aggregation: CustomFunction | None = None
+    aggregation: Aggregation | None = None
 
     @property
     def averaging(self) -> Averaging:

@@ -11,7 +11,8 @@ from coterie._util.settings import PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.exchange.base import Message, Reply, ReplyForm
-from coterie.functional import aggregation, clustering
+from coterie.functional import clustering
+from coterie.functional.robust import Aggregation
 from coterie.methods.server import Averaging, Clusters, ServerContext, ServerMethod, Weights
 from coterie.models.simplex_layers import last_layer_mask
 from coterie.rng import Rng
@@ -43,6 +44,9 @@ class FeSem(ServerMethod):
             authors' code.
         recluster_every: rounds between two E-steps.
         min_group: a center to which fewer models came back stays.
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
+            `functional.aggregation.ReceivedModels`; the mean when not given.
     """
 
     kind: ClassVar[str] = "fesem"
@@ -59,11 +63,12 @@ class FeSem(ServerMethod):
     features: Literal["all", "last_layer"] = "all"
     recluster_every: PositiveInt = 1
     min_group: PositiveInt = 1
+    aggregation: Aggregation | None = None
 
     @property
     def averaging(self) -> Averaging:
         """Uniform or by samples."""
-        return Averaging(self.weights)
+        return Averaging(self.weights, rule=self.aggregation)
 
     def init_server_state(self, task: Task, rng: Rng) -> FeSemClusters:
         """Return independent centers and random balanced memberships."""
@@ -117,9 +122,8 @@ class FeSem(ServerMethod):
             )
             # Other clients keep their membership.
             label = label.index_copy(0, message.ids, nearest.cpu())
-        group, weights = label[message.ids], self.averaging.client_weights(message)
-        models = aggregation.average_models_by_group(
-            message.params, group, weights, shared.models, self.min_group
+        models = self.averaging.merge_groups(
+            message, label[message.ids], shared.models, self.min_group
         )
         seen = shared.seen.index_fill(0, message.ids, True)
         return replace(shared, models=models, label=label, seen=seen)

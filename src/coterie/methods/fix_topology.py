@@ -6,9 +6,10 @@ from typing import ClassVar, final
 from jaxtyping import Int
 from torch import Tensor
 
-from coterie._util.settings import CustomFunction, PositiveInt
+from coterie._util.settings import PositiveInt
 from coterie.engine.task import Task
 from coterie.functional import selection
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, PeerMethod, Round, State, average_models
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
 from coterie.rng import Rng
@@ -29,9 +30,10 @@ class FixTopology(PeerMethod):
 
     Args:
         num_peers: peers of each client ($m$); clamped to population - 1.
-        aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not
-            given.
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
+            `functional.aggregation.ReceivedModels`; the average by numbers of
+            samples when not given.
     """
 
     kind: ClassVar[str] = "fix-topology"
@@ -42,7 +44,7 @@ class FixTopology(PeerMethod):
         "matching, 2022, https://arxiv.org/abs/2203.12285",
     )
     num_peers: PositiveInt = 5
-    aggregation: CustomFunction | None = None
+    aggregation: Aggregation | None = None
 
     def init_memory(self, task: Task, rng: Rng) -> FixTopologyMemory:
         """Draw the graph."""

@@ -13,13 +13,15 @@ from coterie._util.settings import NonNegativeFloat, NonNegativeInt, PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
-from coterie.functional import aggregation
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Round, State
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_moving
 from coterie.methods.server import (
     NO_MODEL,
+    Averaging,
     ServerContext,
     ServerMethod,
+    Weights,
     empty_reply,
     model_request,
     traffic_report,
@@ -62,6 +64,9 @@ class Ifca(ServerMethod):
         resample_share: see `start`.
         group_rounds: see `start`.
         min_group: a cluster with fewer clients in a round keeps its model.
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
+            `functional.aggregation.ReceivedModels`; the mean when not given.
     """
 
     kind: ClassVar[str] = "ifca"
@@ -82,6 +87,13 @@ class Ifca(ServerMethod):
     resample_share: Share = 0.1
     group_rounds: NonNegativeInt = 20
     min_group: PositiveInt = 1
+    aggregation: Aggregation | None = None
+
+    @property
+    def averaging(self) -> Averaging:
+        """By samples, or uniform where updates are summed; or by a rule."""
+        weights: Weights = "samples" if self.averaging_of == "models" else "uniform"
+        return Averaging(weights, rule=self.aggregation)
 
     def check(self) -> None:
         """Every cluster can attract its share."""
@@ -145,7 +157,7 @@ class Ifca(ServerMethod):
 
     def aggregate(self, context: ServerContext, shared: IfcaModels, message: Message) -> IfcaModels:
         """Average cluster by cluster."""
-        label, samples = message.fields["label"], message.fields["samples"]
+        label = message.fields["label"]
         old, groups = shared.models, torch.bincount(label, minlength=self.clusters)
         # A mean of one model is that model: other clients would receive a client's own model.
         lone = (groups == 1) & (self.min_group == 1)
@@ -155,22 +167,19 @@ class Ifca(ServerMethod):
                 cluster,
                 context.index,
             )
-        if self.averaging_of == "models":
-            new = aggregation.average_models_by_group(
-                message.params, label, samples, old, self.min_group
-            )
-        else:
+        new = self.averaging.merge_groups(message, label, old, self.min_group)
+        if self.averaging_of == "gradients":
             # Unweighted: $n_c$ times the mean update is the sum of the updates.
-            moved = aggregation.average_models_by_group(
-                message.params, label, torch.ones_like(samples), old, self.min_group
-            )
             pull = (self.step * groups / len(message))[:, None].to(old)
-            new = old + pull * (moved - old)
+            new = old + pull * (new - old)
         if self.share_representation:
             own = last_layer_mask(context.layout).to(old.device)
             # The representation is the mean over the cohort, whatever `min_group` keeps of the
             # heads.
-            new = torch.where(own, new, aggregation.average_models(message.params, samples))
+            everybody = torch.zeros_like(label)
+            whole = Averaging(rule=self.aggregation)
+            # All models have one representation, so that any of them is the one before.
+            new = torch.where(own, new, whole.merge_groups(message, everybody, old[:1], 1))
         return IfcaModels(new)
 
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
@@ -185,13 +194,14 @@ class Ifca(ServerMethod):
         start = rnd.task.apply_buffer_policy(state.params, model)
         new, info = self.local_update(rnd, replace(state, params=start), offer)
         message = Message(new.params, {"samples": rnd.task.num_samples, "label": label})
-        shared, _ = self.ask_server(rnd, self._aggregate_finite, message, shared, NO_MODEL)
+        shared, refused = self.send_models(rnd, message, shared)
         # Each client evaluates every offered model on all its training samples.
         passes = offer.mask.sum(1) * rnd.task.count_samples("train")
         return replace(new, shared=shared), {
             **info,
             "label": label,
             "passes": passes,
+            **refused,
             **traffic_report(rnd.task.sharing, offer, request, message),
             **self.compute_extra_metrics(rnd, start, new.params, shared),
         }

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from coterie._util.settings import PositiveInt
 from coterie.exchange.base import Message
-from coterie.functional import aggregation, clustering
-from coterie.methods.server import Clusters, ServerContext, ServerMethod, cluster_sizes
+from coterie.functional import clustering
+from coterie.functional.robust import Aggregation
+from coterie.methods.server import Averaging, Clusters, ServerContext, ServerMethod, cluster_sizes
 from coterie.rng import Rng
 
 
@@ -25,6 +26,9 @@ class OneShot(ServerMethod):
     Args:
         clusters: number of groups.
         warmup_rounds: rounds of plain FedAvg; the last of them groups the clients.
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
+            `functional.aggregation.ReceivedModels`; the mean when not given.
     """
 
     kind: ClassVar[str] = "one-shot"
@@ -38,6 +42,12 @@ class OneShot(ServerMethod):
     )
     clusters: PositiveInt = 2
     warmup_rounds: PositiveInt = 10
+    aggregation: Aggregation | None = None
+
+    @property
+    def averaging(self) -> Averaging:
+        """By samples, or by a rule."""
+        return Averaging(rule=self.aggregation)
 
     def select_cohort(
         self, shared: Clusters, rng: Rng, population: int, participation: float | int
@@ -62,9 +72,7 @@ class OneShot(ServerMethod):
             label = label.index_copy(0, message.ids, found)
             # Only the shape counts: every group has members, so that no old model is used.
             models = shared.models.expand(int(found.max()) + 1, -1)
-            models = aggregation.average_models_by_group(
-                message.params, found, message.fields["samples"], models
-            )
+            models = self.averaging.merge_groups(message, found, models, 1)
             return replace(
                 shared, models=models, velocity=shared.velocity.expand(len(models), -1), label=label
             )

@@ -7,11 +7,12 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from coterie._util.settings import CustomFunction, PositiveInt
+from coterie._util.settings import PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Message
 from coterie.functional import selection
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import (
     Info,
     PeerMethod,
@@ -44,9 +45,10 @@ class Oracle(PeerMethod):
 
     Args:
         num_peers: peers read each round ($m$); clamped to the size of the cluster - 1.
-        aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not
-            given.
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
+            `functional.aggregation.ReceivedModels`; the average by numbers of
+            samples when not given.
     """
 
     kind: ClassVar[str] = "oracle"
@@ -58,7 +60,7 @@ class Oracle(PeerMethod):
     )
     needs: ClassVar[frozenset[str]] = frozenset({"truth"})
     num_peers: PositiveInt = 5
-    aggregation: CustomFunction | None = None
+    aggregation: Aggregation | None = None
 
     def init_memory(self, task: Task, rng: Rng) -> OracleMemory:
         """Return empty clusters."""

@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from coterie._util.settings import CustomFunction, NonNegativeInt, PositiveInt
+from coterie._util.settings import NonNegativeInt, PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.functional import selection
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, PeerMethod, Round, State, average_models
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
 from coterie.rng import Rng
@@ -41,9 +42,10 @@ class Pens(PeerMethod):
         threshold: strict lower bound on the number of times kept: "expected", $m T_1 / (K - 1)$,
             the chance mean; "dac_repo", $m T_1 / K$; "pens_repo", $m T_1 / (K - 1) - 1$, among
             those kept at least once.
-        aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not
-            given.
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
+            `functional.aggregation.ReceivedModels`; the average by numbers of
+            samples when not given.
     """
 
     kind: ClassVar[str] = "pens"
@@ -60,7 +62,7 @@ class Pens(PeerMethod):
     num_peers: PositiveInt = 5
     stage_one_rounds: NonNegativeInt = 20
     threshold: Literal["expected", "dac_repo", "pens_repo"] = "expected"
-    aggregation: CustomFunction | None = None
+    aggregation: Aggregation | None = None
 
     def check(self) -> None:
         """Keep no more than are read."""

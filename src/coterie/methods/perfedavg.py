@@ -6,9 +6,10 @@ from typing import ClassVar, Literal, final
 from jaxtyping import Float
 from torch import Tensor
 
-from coterie._util.settings import CustomFunction, NonNegativeInt, PositiveFloat, PositiveInt
+from coterie._util.settings import NonNegativeInt, PositiveFloat, PositiveInt
 from coterie.engine.task import LocalTraining
 from coterie.exchange.base import Inbox
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Round, State
 from coterie.methods.fedavg import OneModel
 from coterie.methods.server import Averaging, Weights
@@ -36,7 +37,8 @@ class PerFedAvg(OneModel):
         adapt_batch_size: samples of such a step; all training samples of the client when None, and
             then nothing is drawn.
         weights: weights of the clients in the mean: "uniform" as in the paper, or "samples".
-        aggregation: import path of a rule of yours that merges what came back, a function of
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
             `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
@@ -53,7 +55,7 @@ class PerFedAvg(OneModel):
     adapt_steps: NonNegativeInt = 1
     adapt_batch_size: PositiveInt | None = None
     weights: Weights = "uniform"
-    aggregation: CustomFunction | None = None
+    aggregation: Aggregation | None = None
 
     @property
     def averaging(self) -> Averaging:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from coterie._util.settings import CustomFunction, PositiveFloat, PositiveInt
+from coterie._util.settings import PositiveFloat, PositiveInt
 from coterie.engine.task import Task
 from coterie.exchange.base import Inbox
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Round, State
 from coterie.methods.ditto import PersonalMemory, PersonalModels
 from coterie.methods.server import Averaging, Weights
@@ -35,7 +36,8 @@ class PFedMe(PersonalModels):
         eta: $\eta$: the step of the shared model at a client.
         beta: $\beta$: the step of the server; 1 takes the mean.
         weights: weights of the clients in the mean: "uniform" as in the paper, or "samples".
-        aggregation: import path of a rule of yours that merges what came back, a function of
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
             `functional.aggregation.ReceivedModels`; the weighted mean when not given.
     """
 
@@ -52,7 +54,7 @@ class PFedMe(PersonalModels):
     eta: PositiveFloat = 0.005
     beta: PositiveFloat = 1.0
     weights: Weights = "uniform"
-    aggregation: CustomFunction | None = None
+    aggregation: Aggregation | None = None
 
     @property
     def averaging(self) -> Averaging:

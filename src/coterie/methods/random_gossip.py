@@ -5,6 +5,7 @@ from typing import ClassVar, final
 
 from coterie._util.settings import CustomFunction, PositiveInt
 from coterie.engine.task import Task
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import (
     Info,
     PeerMethod,
@@ -27,14 +28,15 @@ class Gossip(PeerMethod):
         num_peers: peers read each round ($m$); clamped to population - 1.
         selection: import path of a rule of yours that says which peers a client reads, a function
             of `functional.selection.PeerKnowledge`; a uniform draw when not given.
-        aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not
-            given.
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
+            `functional.aggregation.ReceivedModels`; the average by numbers of
+            samples when not given.
     """
 
     num_peers: PositiveInt = 5
     selection: CustomFunction | None = None
-    aggregation: CustomFunction | None = None
+    aggregation: Aggregation | None = None
 
     def init_memory(self, task: Task, rng: Rng) -> ReadHistory | None:
         """Remember who was read, for a rule."""
@@ -72,9 +74,10 @@ class Random(Gossip):
         num_peers: peers read each round ($m$); clamped to population - 1.
         selection: import path of a rule of yours that says which peers a client reads, a function
             of `functional.selection.PeerKnowledge`; a uniform draw when not given.
-        aggregation: import path of a rule of yours that merges what was received, a function of
-            `functional.aggregation.ReceivedModels`; the average by numbers of samples when not
-            given.
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
+            `functional.aggregation.ReceivedModels`; the average by numbers of
+            samples when not given.
     """
 
     kind: ClassVar[str] = "random"

@@ -7,7 +7,7 @@ see nothing else of any client.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -17,13 +17,15 @@ from annotated_types import Ge, Lt
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie._util.importing import import_function
-from coterie.engine.task import Task, not_finite
+from coterie.engine.task import Task
 from coterie.errors import ConfigError
+from coterie.exchange import validity
+from coterie.exchange.accepting import Acceptance
 from coterie.exchange.base import Inbox, Message, Reply, ReplyForm, find_gather
 from coterie.exchange.narrowed import narrow_message
-from coterie.functional import aggregation, metrics
+from coterie.functional import aggregation, metrics, robust
 from coterie.functional.metrics import Metric
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Method, Round, State, map_tensors
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_moving
 from coterie.models.layout import Layout
@@ -51,6 +53,7 @@ class ServerContext:
         part: which columns are shared and compared; models are 0 in columns that stay at home. All
             when not given.
         evaluating: whether clients ask for models to measure them; otherwise to train them.
+        acceptance: the rules by which the server judges what came back; None where it believes it.
     """
 
     index: int
@@ -60,6 +63,7 @@ class ServerContext:
     cohort: int | None = None
     part: ParameterSharing = None  # type: ignore[assignment]
     evaluating: bool = False
+    acceptance: Acceptance | None = None
 
     def __post_init__(self) -> None:
         if self.part is None:
@@ -97,14 +101,14 @@ class Averaging:
         momentum: of the server ($\\beta$).
         lr: of the server ($\\eta_s$).
         nesterov: whether the momentum looks ahead.
-        rule: import path of a custom rule that merges what came back, instead of the mean.
+        rule: merges what came back, instead of the mean; as `robust.make_rule` takes it.
     """
 
     weights: Weights = "samples"
     momentum: float = 0.0
     lr: float = 1.0
     nesterov: bool = False
-    rule: str | Callable[..., Any] | None = None
+    rule: Aggregation | None = None
 
     @property
     def is_plain_mean(self) -> bool:
@@ -129,6 +133,31 @@ class Averaging:
             return samples
         return torch.ones_like(samples)
 
+    def merge_groups(
+        self,
+        message: Message,
+        label: Int[Tensor, " clients"],
+        models: Float[Tensor, "clusters params"],
+        least: int | Tensor,
+    ) -> Float[Tensor, "clusters params"]:
+        """Return what came back merged group by group: the mean, or what the rule makes of it.
+
+        Args:
+            message: what came back.
+            label: the group in which each row counts.
+            models: of the groups; a group with too few updates keeps its own.
+            least: updates that a group needs.
+        """
+        if self.rule is None:
+            weights = self.client_weights(message)
+            return aggregation.average_models_by_group(
+                message.params, label, weights, models, least
+            )
+        return aggregation.merge_groups_by_rule(
+            robust.make_rule(self.rule), message.params, label, message.fields["samples"],
+            models, least, f"aggregation {self.rule!r}",
+        )  # fmt: skip
+
     def update_models(
         self, shared: Any, message: Message, label: Int[Tensor, " clients"], least: int | Tensor
     ) -> Any:
@@ -140,16 +169,7 @@ class Averaging:
             label: the cluster in which each row counts.
             least: updates that a cluster needs.
         """
-        if self.rule is None:
-            mean = aggregation.average_models_by_group(
-                message.params, label, self.client_weights(message), shared.models, least
-            )
-        else:
-            what, samples = f"aggregation {self.rule!r}", message.fields["samples"]
-            rule = import_function(str(self.rule), what)
-            mean = aggregation.merge_groups_by_rule(
-                rule, message.params, label, samples, shared.models, least, what
-            )
+        mean = self.merge_groups(message, label, shared.models, least)
         if self.is_plain_mean:
             return replace(shared, models=mean)
         moved, velocity = aggregation.apply_server_momentum(
@@ -254,23 +274,33 @@ class ServerMethod(Method):
 
     @abstractmethod
     def aggregate(self, context: ServerContext, shared: Any, message: Message) -> Any:
-        """Return the server's new state; message rows with NaN or infinity are already left out."""
+        """Return the server's new state; messages that are not valid are already left out."""
 
-    def _aggregate_finite(
-        self, context: ServerContext, shared: Any, message: Message
+    def _aggregate_valid(
+        self, refused: dict[int, str], context: ServerContext, shared: Any, message: Message
     ) -> tuple[Any, Reply]:
+        """Aggregate the valid messages; `refused` receives why the other clients are left out."""
         # One model with NaN would make the whole average NaN: it is left out before any rule sees
         # it.
-        finite = (~not_finite(message.params)).cpu().nonzero().flatten()
-        if len(finite):
-            # Without any finite model the state stays as it is.
-            shared = self.aggregate(context, shared, message.take_rows(finite))
+        asked = message
+        reasons = validity.find_invalid(message)
+        message = take_valid(message, reasons)
+        if context.acceptance is not None and len(message):
+            message, far = validity.bound_messages(
+                message, getattr(shared, "models", None), context.acceptance
+            )
+            reasons |= far
+            message = take_valid(message, far)
+        refused |= reasons
+        if len(message):
+            # Without any valid message the state stays as it is.
+            shared = self.aggregate(context, shared, message)
             if shared is None:
                 raise ConfigError(
                     f"{self.kind}: aggregate returned None; expected the server's new state: is "
                     "a `return` missing?"
                 )
-        return shared, empty_reply(message)
+        return shared, empty_reply(asked)
 
     # ---------------------------------------------------------------- where the clients are
 
@@ -309,9 +339,26 @@ class ServerMethod(Method):
         message = replace(message, expects=expects)
         task, taking = rnd.task, int(rnd.reachable.sum())
         context = ServerContext(
-            rnd.index, rnd.rng, task.layout, task.population, taking, task.sharing, evaluating
-        )
+            rnd.index, rnd.rng, task.layout, task.population, taking, task.sharing, evaluating,
+            rnd.acceptance,
+        )  # fmt: skip
         return rnd.exchange.ask_server(message, partial(rule, context), shared)
+
+    def send_models(self, rnd: Round, message: Message, shared: Any) -> tuple[Any, Info]:
+        """Send what clients trained; the server aggregates what is valid of it.
+
+        Returns:
+            The server's new state (where it is), and a report: where the server role is, and it
+            left any message out, how many.
+        """
+        refused: dict[int, str] = {}
+        rule = partial(self._aggregate_valid, refused)
+        shared, _ = self.ask_server(rnd, rule, message, shared, NO_MODEL)
+        if not refused:
+            return shared, {}
+        rnd.note_refused(refused)
+        count = torch.full((len(message),), len(refused), dtype=torch.float64)
+        return shared, {metrics.REFUSED.name: count}
 
     def init_memory(self, task: Task, rng: Rng) -> Any:
         """Return what clients remember before the first round."""
@@ -369,9 +416,10 @@ class ServerMethod(Method):
         received = rnd.task.apply_buffer_policy(state.params, first_models(reply))
         new, info = self.local_update(rnd, replace(state, params=received), reply)
         message = self.publish(rnd, new, info)
-        shared, _ = self.ask_server(rnd, self._aggregate_finite, message, shared, NO_MODEL)
+        shared, refused = self.send_models(rnd, message, shared)
         return replace(new, shared=shared), {
             **info,
+            **refused,
             **traffic_report(rnd.task.sharing, reply, request, message),
             **self.compute_extra_metrics(rnd, received, new.params, shared),
         }
@@ -431,6 +479,15 @@ def clear_home_columns(task: Task, shared: Any) -> Any:
         return task.sharing.shared.expand_to_rows(task.sharing.shared.select_from(value))
 
     return map_tensors(shared, clear_columns)
+
+
+def take_valid(message: Message, invalid: Mapping[int, str]) -> Message:
+    """Return the rows of a message without some clients'."""
+    if not invalid:
+        return message
+    assert message.ids is not None
+    bad = torch.tensor(list(invalid), dtype=torch.int64)
+    return message.take_rows((~torch.isin(message.ids, bad)).nonzero().flatten())
 
 
 def model_request(state: State) -> Message:

@@ -16,6 +16,7 @@ from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
 from coterie.functional import simplex
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Round, State
 from coterie.methods.cost import Cost, CostSetting, Phase
 from coterie.methods.ditto import personal_training
@@ -73,6 +74,9 @@ class SimplexMethod(OneModel):
             $\lVert \alpha \rVert^2$ times a plain head's step.
         test_samples: predicted probabilities are averaged over so many draws from the region; 1
             serves the center. Divides `endpoints`.
+        aggregation: how models are merged: a rule of `functional.robust.RULES`, by its name or as a
+            table with its settings, or the import path of a custom rule, a function of
+            `functional.aggregation.ReceivedModels`; the mean when not given.
 
     Options of the published code are those of `papers.sosicfl.PublishedSimplex`.
     """
@@ -86,6 +90,12 @@ class SimplexMethod(OneModel):
     per_sample: bool = False
     head_lr_scale: PositiveFloat = 1.0
     test_samples: PositiveInt = 1
+    aggregation: Aggregation | None = None
+
+    @property
+    def averaging(self) -> Averaging:
+        """By samples, or by a rule."""
+        return Averaging(rule=self.aggregation)
 
     def check(self) -> None:
         """Draws divide the endpoints; updates place clients after a round at least."""

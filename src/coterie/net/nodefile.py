@@ -203,13 +203,14 @@ def make_run_spec(study: StudyConfig) -> RunSpec:
 
 
 def between_machines(method: Method, settings: Settings) -> Settings:
-    """Return a node's settings: clients of peer-to-peer methods check models, unless set not to.
+    """Return a node's settings: peers and servers check what they receive, unless set not to.
 
     A simulation with these settings gives the results of the nodes.
     """
     # Unset means on between machines, where the method has anything to judge.
     judging = replace(settings, acceptance=True)
-    if settings.acceptance is None and judging.acceptance_rules_for(method):
+    judges = method.server or judging.acceptance_rules_for(method) is not None
+    if settings.acceptance is None and judges:
         return judging
     return settings
 

@@ -11,11 +11,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie._util.settings import CustomFunction, NonNegativeFloat
+from coterie._util.settings import NonNegativeFloat
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import aggregation, selection
+from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Round, State, make_variant
 from coterie.methods.cost import Cost, CostSetting, Phase
 from coterie.methods.dac import Dac, DacNoTwoHop, DacVar, MeasuredInbox, PeerSimilarities
@@ -44,7 +45,7 @@ class PublishedDac(Dac):
         eps_p: floor $\varepsilon_p$ of the probabilities.
     """
 
-    aggregation: Literal["fedavg", "fedsim", "fedsim_prior"] | CustomFunction = "fedavg"
+    aggregation: Literal["fedavg", "fedsim", "fedsim_prior"] | Aggregation = "fedavg"
     tau_schedule: Literal["constant", "var", "reference", "entropy"] = "constant"  # pyright: ignore[reportIncompatibleVariableOverride]
     two_hop_pick: Literal["most", "least"] = "most"
     two_hop_relay: Literal["direct", "any"] = "direct"

@@ -95,7 +95,9 @@ class PublishedFedGwc(FedGwc, WithPresets):
     def averaging(self) -> Averaging:
         """The averaging of the aggregator."""
         if self.aggregator == "fedavgm":
-            return Averaging("samples", self.momentum, self.server_lr, self.nesterov)
+            return Averaging(
+                "samples", self.momentum, self.server_lr, self.nesterov, self.aggregation
+            )
         return super().averaging
 
     def init_server_state(self, task: Task, rng: Rng) -> FedGwcClusters:

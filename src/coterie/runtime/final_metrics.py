@@ -86,6 +86,19 @@ def find_diverged(table: pd.DataFrame) -> Bool[np.ndarray, " rows"]:
     return out
 
 
+def list_diverged_clients(table: pd.DataFrame) -> tuple[int, ...]:
+    """Return the clients whose model became NaN or infinite: in training, or where it was measured.
+
+    A model that a client received may be so without any training: attackers, or sums that overflow.
+
+    Args:
+        table: the metrics table of a run.
+    """
+    trained = (table["metric"] == metrics.DIVERGED.name).to_numpy()
+    lost = table.loc[trained | find_diverged(table), "client"].unique()
+    return tuple(sorted(int(client) for client in lost))
+
+
 def compute_cluster_metrics(
     label: Int[Tensor, " clients"],
     truth: Int[Tensor, " clients"] | None,

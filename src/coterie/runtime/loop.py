@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie._util.names import format_clients
+from coterie._util.names import format_client, format_clients
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
@@ -43,6 +43,10 @@ from coterie.runtime.translation import check_translation
 
 class Undeclared(UserWarning):
     """A method reports a value that it does not declare: it is not recorded."""
+
+
+class ServerRefused(UserWarning):
+    """A server left a client's message out of what it aggregates."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +157,8 @@ class Loop:
         for extension in self.extensions:
             self.recorded_metrics |= {one.name: one for one in extension.report_metrics()}
         self.counted = self.select_counted(task.ids)  # hosted clients that count in results
+        self._ever_refused: set[int] = set()
+        self.refused: dict[int, str] = {}  # whose messages the server left out of this round
         self.mean_reports: dict[str, float] = {}  # means over clients of the last report
         self.translation: dict[str, Any] = {}  # what the check of the translation has found
         self._undeclared: set[str] = set()  # reported names that a warning has named already
@@ -269,6 +275,8 @@ class Loop:
             order=self.order,
             metrics=frozenset(map(str, self.settings.metrics)),
             record_similarities=self.settings.record_similarities,
+            acceptance=self.settings.acceptance_rules if self.method.server else None,
+            note_refused=self._note_refused,
         )
         for extension in self.extensions:
             rnd = extension.prepare_round(rnd, rows)
@@ -307,6 +315,7 @@ class Loop:
         self._finish_round(-1, everybody, info)
 
     def _run_round(self, index: int) -> None:
+        self.refused = {}
         rng = self.rng.at_round(index)
         self.exchange.begin_round(rng)
         cohort = self._choose_cohort(rng)
@@ -434,7 +443,9 @@ class Loop:
     def _record_info(self, index: int, ids: Tensor, info: Info) -> None:
         if not len(ids):
             return
-        kept = {name: value for name, value in info.items() if name in self.recorded_metrics}
+        # What a server refused is recorded without a declaration of the method, as divergence is.
+        known = {*self.recorded_metrics, metrics.REFUSED.name}
+        kept = {name: value for name, value in info.items() if name in known}
         seen = self.select_counted(ids)
         # A report is NaN for a client that has nothing to report.
         self.mean_reports = {
@@ -453,7 +464,7 @@ class Loop:
         for key in sorted(
             set(info)
             - RESERVED_REPORT_KEYS
-            - {metrics.DIVERGED.name}
+            - {metrics.DIVERGED.name, metrics.REFUSED.name}
             - self._undeclared
             - set(self.recorded_metrics)
         ):
@@ -464,6 +475,20 @@ class Loop:
                 Undeclared,
                 stacklevel=2,
             )
+
+    def _note_refused(self, refused: Mapping[int, str]) -> None:
+        """Note whose messages the server left out in this round, and say it."""
+        self.refused = dict(refused)
+        # Said once of each client; every round counts it.
+        for client in sorted(refused.keys() - self._ever_refused):
+            name = format_client(self.record.client_names, client)
+            warnings.warn(
+                f"the server left out the message of {name} in round {self.next_round}: "
+                f"{refused[client]}",
+                ServerRefused,
+                stacklevel=2,
+            )
+        self._ever_refused |= refused.keys()
 
     def _note_diverged(self, ids: Int[Tensor, " clients"]) -> None:
         """Leave the mean training loss undefined when the model of a counted client diverged."""

@@ -113,9 +113,10 @@ class Settings(Configurable):
         record_similarities: record of each model that a client asks for the similarity that it
             found and the probability with which it drew that peer, as two more columns of
             edges.parquet; of methods that have them (DAC, PANM).
-        acceptance: how clients of peer-to-peer methods judge what they receive before they mix it:
-            true, or a table of settings of `exchange.accepting.Acceptance`; false for not at all.
-            When None, clients judge between machines and not in a simulation.
+        acceptance: how clients of peer-to-peer methods, and servers, judge what they receive before
+            they merge it: true, or a table of settings of `exchange.accepting.Acceptance`; false
+            for not at all. When None, they judge between machines and not in a simulation. What
+            cannot be of an honest client is left out by servers in any case.
         attacks: what some clients do to the others, in simulation only: tables, each with the
             `kind`, the `clients` and the further settings of an `exchange.attacking.Attack`.
             Results are then those of the honest clients.

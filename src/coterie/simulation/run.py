@@ -34,7 +34,7 @@ from coterie.methods.cost import CostSetting
 from coterie.models.layout import ModelSource, NamedModel, custom_model_name
 from coterie.rng import Rng
 from coterie.runtime import checkpoint
-from coterie.runtime.final_metrics import select_defined, select_final_tests
+from coterie.runtime.final_metrics import list_diverged_clients, select_defined, select_final_tests
 from coterie.runtime.loop import Loop
 from coterie.runtime.models import Kind, Models, Which, collect_models
 from coterie.runtime.newcomers import NewcomerSplit, join_newcomers, separate_newcomers
@@ -401,10 +401,9 @@ def simulate(
             if saved is not None:
                 saved()
     metrics = loop.record.metrics
-    lost = set(metrics.loc[metrics["metric"] == DIVERGED.name, "client"].tolist())
     return Run(
         label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params,
-        tuple(sorted(lost)), folder, federation.names_by_id, models, task.engine.reason,
+        list_diverged_clients(metrics), folder, federation.names_by_id, models, task.engine.reason,
     )  # fmt: skip
 
 

@@ -41,11 +41,11 @@ from coterie.errors import (
     describe_unknown,
     require,
 )
-from coterie.functional.metrics import DIVERGED
 from coterie.models.layout import ModelSource
 from coterie.results import gains, selection, stored_runs, summary
 from coterie.results.coverage import RunStatus
 from coterie.runtime import checkpoint, models
+from coterie.runtime.final_metrics import list_diverged_clients
 from coterie.runtime.loop import Loop
 from coterie.simulation.run import (
     FilesSaved,
@@ -654,10 +654,8 @@ def _summarize_runs(study: StudyConfig, folder: Path) -> Study:
     content = summary.replace_nonfinite(summary.summarize_runs(runs, folder, problems))
     diverged = {}
     for run in runs:
-        rows = (run.metrics["metric"] == DIVERGED.name).to_numpy()
-        lost = run.metrics.loc[rows, "client"].unique()
-        if len(lost):
-            diverged[Job(run.label, run.seed)] = tuple(sorted(map(int, lost)))
+        if lost := list_diverged_clients(run.metrics):
+            diverged[Job(run.label, run.seed)] = lost
     server = any(stored_runs.find_declared_value(run, "server") for run in runs)
     return Study(
         folder, study, content, diverged, server, names=stored_runs.merge_client_names(runs)

@@ -285,3 +285,27 @@ def test_honest_clients_that_were_in_no_cohort_have_no_share_of_attackers(
     assert len(final) in (0, 9)  # honest clients, where any mixed at all
     expected = by_round.groupby("client")["value"].mean().reindex(final.index)
     assert np.allclose(final.to_numpy(float), expected.to_numpy(float), equal_nan=True)
+
+
+def make_deep():
+    """Three layers: products of large weights overflow."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8), torch.nn.ReLU(),
+        torch.nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+def test_honest_clients_whose_models_an_attack_made_worthless_are_named():
+    """One round, so that nobody trains the ruined average: it has no finite output, and that is said."""
+    result = simulate(
+        tiny_federation(), METHODS["fedavg"](), model=make_deep,
+        settings=tiny_settings(
+            rounds=1, dtype="float32", evaluate="final",
+            attacks=[{"kind": "noise", "clients": [1, 5], "strength": 1e18}],
+        ),
+        seed=1,
+    )  # fmt: skip
+    tests = select_final_tests(result.metrics)
+    assert tests.loc[(tests["metric"] == "accuracy").to_numpy(), "value"].isna().all()
+    assert result.diverged == (0, 2, 3, 4)
+    assert "4 of 6 clients" in result.facts()[1]["diverged"]
