@@ -353,6 +353,7 @@ class _Spoiled(ExchangeWrapper[InMemory]):
         return self.inner.ask_server(self._spoil(message), rule, shared)
 
 
+@pytest.mark.filterwarnings("ignore::coterie.runtime.loop.ServerRefused")
 @pytest.mark.parametrize("kind", sorted(METHODS))
 def test_a_model_that_is_not_finite_reaches_nobody(kind: str):
     """The run is that in which the client's messages did not come; with a server all models stay finite."""

@@ -29,6 +29,7 @@ from coterie.data.federation import Federation, Truth
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, TransportError
 from coterie.exchange.accepting import Reputation
+from coterie.functional.metrics import DIVERGED
 from coterie.methods.base import Method, Round
 from coterie.methods.server import ServerMethod
 from coterie.models.layout import ModelSource, custom_model_name
@@ -621,8 +622,10 @@ class Node:
         self._write_journal({"event": "round", "round": index})
         values: dict[str, Any] = self.loop.mean_validation()
         if lost := int(self.loop.diverged_on_validation.sum()):
-            values["diverged"] = lost
+            values[DIVERGED.name] = lost
         self.log("round", seconds=seconds, exchanging=exchanging, **values)
+        for client, why in sorted(self.loop.refused.items()):
+            self.log("message_refused", level="warning", client=client, text=why)
         if (
             self.post.ahead is not None
             and self.post.ahead > self.loop.next_round > self._ignore_hints_until
