@@ -1,7 +1,7 @@
 """The untouched module in plain PyTorch: the reference of the check of the translation.
 
-Everything here is written from PyTorch's documentation alone. It uses no layout's copies of a module, no
-engine and no optimizer of the package, so that a fault of theirs is not here too.
+It uses no layout's copies of a module, no engine and no optimizer of the package, so that a fault
+of theirs is not here too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +12,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.rmsprop import rmsprop
+from torch.optim.sgd import sgd
 
 from coterie._util.importing import import_object
 from coterie.data.federation import Federation
@@ -235,10 +240,11 @@ def make_arguments(federation: Federation, x: Tensor) -> tuple[list[Tensor], dic
 
 
 class PlainOptimizer:
-    """An optimizer by the formulas of PyTorch's documentation, on the tensors of one model.
+    """An optimizer of torch.optim, on the tensors of one model.
 
-    The classes of torch.optim compute the same; to make one takes seconds in a fresh process, since it loads
-    PyTorch's compiler. An optimizer that is given by its import path is that class itself.
+    Its functions are called, and not its classes, the first of which takes seconds in a fresh
+    process: it loads PyTorch's compiler. An optimizer that is given by its import path is that class
+    itself.
 
     Args:
         local: which optimizer, and its settings.
@@ -246,70 +252,42 @@ class PlainOptimizer:
     """
 
     def __init__(self, local: LocalTraining, tensors: Sequence[Tensor]) -> None:
-        self.local, self.tensors, self.taken = local, list(tensors), 0
-        self.state: list[dict[str, Tensor]] = [{} for _ in tensors]
+        self.local = local
+        self.tensors: list[Tensor] = list(tensors)
+        self.given = dict(local.optimizer_arguments)
+        start = self.given.pop("initial_accumulator_value", 0.0)
+        # Up to three tensors of state for each parameter, and the steps taken.
+        self.state = [[torch.full_like(one, start) for one in tensors] for _ in range(3)]
+        self.taken = [torch.tensor(0.0) for _ in tensors]
+        self.momenta: list[Tensor | None] = [None for _ in tensors]
         self.own: torch.optim.Optimizer | None = None
         if local.custom_optimizer:
-            self.tensors = [nn.Parameter(one) for one in tensors]
+            parameters = [nn.Parameter(one) for one in tensors]
+            self.tensors = list(parameters)
             arguments = {
                 name: tuple(value) if isinstance(value, list) else value
                 for name, value in local.optimizer_arguments.items()
             }
             kind = import_object(local.custom_optimizer, "optimizer")
-            self.own = kind(self.tensors, lr=local.lr, **arguments)
+            self.own = kind(parameters, lr=local.lr, **arguments)
 
     def step(self, gradients: Sequence[Tensor]) -> None:
         """Take a step along the gradients."""
-        self.taken += 1
+        slopes = [slope.clone() for slope in gradients]
         if self.own is not None:
-            for one, slope in zip(self.tensors, gradients, strict=True):
-                one.grad = slope.clone()
+            for one, slope in zip(self.tensors, slopes, strict=True):
+                one.grad = slope
             self.own.step()
             return
-        for one, slope, state in zip(self.tensors, gradients, self.state, strict=True):
-            one.sub_(self._find_move(one, slope, state, self.local.optimizer_arguments))
-
-    def _find_move(
-        self, one: Tensor, slope: Tensor, state: dict[str, Tensor], given: Mapping[str, Any]
-    ) -> Tensor:
-        kind, lr, decay = self.local.optimizer, self.local.lr, given["weight_decay"]
-        zero = torch.zeros_like(one)
-        if kind == "adamw":
-            one.mul_(1 - lr * decay)
-        else:
-            slope = slope + decay * one
-        if kind == "sgd":
-            momentum = given["momentum"]
-            before = state.get("momentum")
-            state["momentum"] = (
-                slope if before is None else momentum * before + (1 - given["dampening"]) * slope
-            )
-            if not momentum:
-                return lr * slope
-            ahead = slope + momentum * state["momentum"]
-            return lr * (ahead if given["nesterov"] else state["momentum"])
+        kind, (first, second, third) = self.local.optimizer, self.state
+        given = {**self.given, "lr": self.local.lr, "maximize": False, "foreach": False}
         if kind in ("adam", "adamw"):
-            first, second = given["betas"]
-            state["mean"] = first * state.get("mean", zero) + (1 - first) * slope
-            state["square"] = second * state.get("square", zero) + (1 - second) * slope**2
-            mean = state["mean"] / (1 - first**self.taken)
-            root = (state["square"] / (1 - second**self.taken)).sqrt()
-            return lr * mean / (root + given["eps"])
-        if kind == "rmsprop":
-            keep = given["alpha"]
-            state["square"] = keep * state.get("square", zero) + (1 - keep) * slope**2
-            variance = state["square"]
-            if given["centered"]:
-                state["mean"] = keep * state.get("mean", zero) + (1 - keep) * slope
-                variance = variance - state["mean"] ** 2
-            scaled = slope / (variance.sqrt() + given["eps"])
-            state["momentum"] = given["momentum"] * state.get("momentum", zero) + scaled
-            return lr * state["momentum"]
-        start = torch.full_like(one, given["initial_accumulator_value"])
-        state["sum"] = state.get("sum", start) + slope**2
-        return (
-            lr
-            / (1 + (self.taken - 1) * given["lr_decay"])
-            * slope
-            / (state["sum"].sqrt() + given["eps"])
-        )
+            given["beta1"], given["beta2"] = given.pop("betas")
+            take = adamw if kind == "adamw" else adam
+            take(self.tensors, slopes, first, second, [], self.taken, amsgrad=False, **given)
+        elif kind == "rmsprop":
+            rmsprop(self.tensors, slopes, first, second, third, self.taken, **given)
+        elif kind == "adagrad":
+            adagrad(self.tensors, slopes, first, self.taken, **given)
+        else:
+            sgd(self.tensors, slopes, self.momenta, **given)

@@ -582,7 +582,7 @@ CHOICES = [
     ],
     ids=str,
 )
-def test_the_formulas_of_optimizers_are_those_of_torch(kind, given):
+def test_plain_steps_are_those_of_the_classes_of_torch(kind, given):
     local = LocalTraining(optimizer=kind, lr=0.1, **given)
     names = {
         "sgd": "SGD",
