@@ -212,7 +212,7 @@ class _PlanWork:
             if engine not in ("auto", *ENGINES):
                 raise ConfigError(describe_unknown("engine", engine, ("auto", *ENGINES)))
             # The loop engine needs no compilation, and the check is of the model and the data.
-            quick = replace(entry.settings, engine="loop")
+            quick = replace(entry.settings, engine="loop", portable=False)
             check_run(federation, entry.method, model, quick)
 
     def data_to_send(self, job: Job, over: FanOut | None, crew: int) -> Federation | None:

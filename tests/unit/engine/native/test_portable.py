@@ -1,9 +1,11 @@
 """Portable programs: compiled for a level that processors share, with PyTorch's kernels of that level."""
 
+import json
 import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from coterie.errors import ConfigError
 from coterie.methods import METHODS
 from coterie.runtime.settings import Settings
 from coterie.simulation.run import simulate
+from coterie.studies import config
+from coterie.studies.run import run_study
 from coterie.testing import tiny_federation
 
 X86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -112,3 +116,28 @@ def test_portable_needs_the_compiled_engine_and_kernels_for_avx2(
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
         with pytest.raises(ConfigError, match=r"found AVX512, .* set ATEN_CPU_CAPABILITY=avx2"):
             EngineOptions(portable=True)
+
+
+def test_a_study_takes_portable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    text = """
+    name = "tiny"
+    rounds = 1
+    seeds = [0]
+    portable = true
+    model = { kind = "linear" }
+    data = { dataset = "digits" }
+    methods = [{ kind = "local" }]
+    """
+    done = run_study(
+        config.parse_study_text(text),
+        out=tmp_path,
+        federation=lambda seed: tiny_federation(seed=seed),
+    )
+    (noted,) = done.folder.glob("*/seed-0/provenance.json")
+    assert json.loads(noted.read_text())["engine"]["name"] == "compiled"
+    # It is part of what a run is, and absent where it is not set.
+    assert config.make_identity(done.config)["portable"] is True
+    plain = config.parse_study_text(text, overrides=["portable=false"])
+    assert "portable" not in config.make_identity(plain)
