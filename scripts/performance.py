@@ -154,9 +154,26 @@ def exchanges(results: Rows) -> TextTable:
     return TextTable("", head, rows, what)
 
 
+def whole_runs(results: Rows) -> TextTable:
+    """Return the table of `benchmarks/models.py --rounds`."""
+    sides = ("alone", "in a study")
+    head = ["model", "rounds", "lean loop, s"]
+    for side in sides:
+        head += [f"engine {side}", "s", "times lean", "by processor time"]
+    rows = []
+    for row in results:
+        cells = [row["model"], str(row["rounds"]), number(row["seconds"]["lean"])]
+        for side in sides:
+            engine = row["engines"][side].partition(",")[0]
+            ratios = (row["times lean"][side], row["processor"][side])
+            cells += [engine, number(row["seconds"][side]), *map(number, ratios)]
+        rows.append(cells)
+    return TextTable("", head, rows)
+
+
 TABLES: dict[str, Callable[[Rows], TextTable]] = {
     "engines": engines, "thousand": engines, "machine": engines, "models": models, "models-avx512": models,
-    "network": exchanges,
+    "network": exchanges, "whole-runs": whole_runs,
 }  # fmt: skip
 
 

@@ -44,7 +44,22 @@ def accuracies(summary: dict) -> str:
     lines += ["", f"Mean ± population standard deviation over {max(seeds)} seeds; {len(summary['timing'])} runs, "
               f"{samples:,} training samples, {wall:.0f} s of computing. **Bold** is established as the best of its "
               "column, without Oracle; \\* is not distinguishable from it."]  # fmt: skip
-    return "\n".join([*lines, "", *verdicts(summary)]) + "\n"
+    return "\n".join([*lines, "", processors(), "", *verdicts(summary)]) + "\n"
+
+
+def processors() -> str:
+    """Return on which processor the table was made, and how far another one is from it."""
+    machine = json.loads((STORED / "rotated-digits/origin.json").read_text())["machine"]
+    rows = json.loads((STORED / "performance/processor.json").read_text())["results"]
+    gaps: dict[bool, float] = {True: 0.0, False: 0.0}
+    for row in rows:
+        over_all = row["cluster"] in ("all", "clusters")
+        gaps[over_all] = max(gaps[over_all], 100 * abs(row["avx512"] - row["avx2"]))
+    return (
+        f"Made on an {machine['processor']} with {machine['vectors']}. Processors round differently: between AVX-512 "
+        f"and AVX2, means over clients differ by up to {gaps[True]:.1f} points, those of a cluster by up to "
+        f"{gaps[False]:.1f} ([how to have the same bytes](docs/how-to/machines.md))."
+    )
 
 
 def _cell(row: dict, leading: list[str]) -> str:
