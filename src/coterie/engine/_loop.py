@@ -18,7 +18,7 @@ from coterie.engine._work import TrainingWork
 from coterie.engine.optim import LocalTraining
 from coterie.engine.precision import product_precision
 from coterie.engine.privacy import clip_factors
-from coterie.models.draws import KEY, KeyedDraws
+from coterie.models.draws import KEY, KeyedDraws, RefuseDraws
 from coterie.models.layout import Layout
 
 _VECTOR = 16  # numbers in the widest registers
@@ -64,6 +64,7 @@ class LoopEngine(Engine):
         self.channels_last = channels_last and not has_unsafe_convolution(layout.train_module)
         # whether the last forward pass in each mode has drawn
         self.drew = {True: False, False: False}
+        self._backward_is_known = False
         self._is_cross_entropy = objective == cross_entropy
         self._thread_local = threading.local()  # a model and its optimizers in each thread
         # A trial of the engine hooks these modules, to name the layer that fails.
@@ -174,7 +175,11 @@ class LoopEngine(Engine):
             loss = functional.cross_entropy(outputs, y)
         else:
             loss = self.objective(outputs, y).mean()
-        loss.backward()
+        # The mode sees every operation, which costs time: the first backward pass shows it for all.
+        watched = self.drew[True] and not self._backward_is_known
+        with RefuseDraws() if watched else nullcontext():
+            loss.backward()
+        self._backward_is_known |= watched
         model.sync_running_stats()
         return loss.detach()
 

@@ -68,6 +68,7 @@ class ClientModel:
         sharing = ParameterSharing.from_patterns(
             layout, spec.shared, spec.similarity_on, local, spec.owner
         )
+        _check_buffers(spec.buffers, make, module, layout)
         return ClientModel(make, layout, sharing, spec.init, spec.buffers, options.device)
 
     def initial_models(
@@ -126,6 +127,31 @@ class ClientModel:
         values = self.module_values().cpu().numpy()
         return hashlib.sha256(values.tobytes()).hexdigest()[:16]
 
+    @functools.cached_property
+    def common_digest(self) -> str:
+        """The digest of the shared first weights that do not depend on a seed; "" for none.
+
+        These are the weights of a given module, or weights which a factory does not draw: it loads
+        them from a file, say. All members of a run must begin with the same ones.
+        """
+        if self.init in ("per_client", "redrawn"):
+            return ""
+        row = self.module_values().cpu()
+        fixed = torch.ones(len(row), dtype=torch.bool)
+        if not isinstance(self.make, nn.Module):
+            row, other = (
+                draw_initial_params(self.make, self.layout, Rng(seed), EVERYONE).cpu()
+                for seed in (0, 1)
+            )
+            fixed = row == other
+        fixed[self.layout.trainable :] = False
+        if not self.sharing.shares_all:
+            fixed &= self.sharing.shared.mask.cpu()
+        if not bool(fixed.any()):
+            return ""
+        text = fixed.numpy().tobytes() + row[fixed].numpy().tobytes()
+        return hashlib.sha256(text).hexdigest()[:16]
+
     def _draw(self, rng: Rng, client: int) -> Float[Tensor, " params"]:
         if self.keeps_given or self.init == "given":
             return self.module_values()
@@ -148,6 +174,7 @@ class ClientModel:
             return self.sharing.keep_local(before, merged)
         own = before[:, start:]
         if self.buffers == "reset":
+            # the template's are those of every first model: `_check_buffers`
             initial = self.layout.own_values()[start:]
             own = initial.to(merged).expand(len(merged), -1)
         return self.sharing.keep_local(before, torch.cat([merged[:, :start], own], dim=1))
@@ -176,6 +203,39 @@ def _check_init(init: InitMode, make: Callable[[], nn.Module] | nn.Module) -> No
         warnings.warn(
             "init = 'redrawn': the weights of the module that was given are not used; its layers "
             f"draw new ones by reset_parameters{stay}",
+            stacklevel=2,
+        )
+
+
+def _check_buffers(
+    buffers: str, make: Callable[[], nn.Module] | nn.Module, module: nn.Module, layout: Layout
+) -> None:
+    """Refuse to restore buffers that a factory draws, and say what depends on batches.
+
+    Raises:
+        ConfigError: when the initial buffers differ from model to model.
+    """
+    start = layout.trainable
+    if buffers == "reset" and start < layout.size and not isinstance(make, nn.Module):
+        one, other = (draw_initial_params(make, layout, Rng(seed))[start:] for seed in (0, 1))
+        if not torch.equal(one.nan_to_num(), other.nan_to_num()):
+            raise ConfigError(
+                "buffers is 'reset', and the model draws values of its buffers: there are no initial "
+                "ones to restore; use 'local', which keeps each client's own"
+            )
+    batched = [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, nn.modules.batchnorm._NormBase)
+        and not isinstance(part, nn.modules.instancenorm._InstanceNorm)
+        and part.running_mean is None
+    ]
+    if batched:
+        warnings.warn(
+            f"{', '.join(batched[:3])}{', ...' * (len(batched) > 3)}: batch normalization without "
+            "running statistics takes those of the batch in evaluation too, so that what is measured "
+            "depends on how many samples are measured at once; set track_running_stats = True, or "
+            "use GroupNorm",
             stacklevel=2,
         )
 

@@ -16,6 +16,8 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coterie.errors import ModelError
+
 KEY = "key of draws"
 """Name of a forward pass's key among input buffers; no buffer can have it, as it has blanks."""
 
@@ -70,6 +72,28 @@ def _arguments(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
         if argument.has_default_value() and argument.name != "dtype":
             given[argument.name] = argument.default_value
     return tuple(argument.name for argument in func._schema.arguments), given
+
+
+class RefuseDraws(TorchDispatchMode):
+    """While active, a random operation is an error: a backward pass must not draw.
+
+    `torch.utils.checkpoint` computes layers again in the backward pass. It is unknown which of the
+    forward pass's draws are meant, and the gradient would be of other ones.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one operation, unless it is random."""
+        if is_random(func):
+            raise ModelError(
+                f"the model draws random numbers again in its backward pass ({_name(func)}), as with "
+                "torch.utils.checkpoint: the gradient would be of other ones than the outputs; "
+                "switch checkpointing off, or keep what draws outside of it"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 class KeyedDraws(TorchDispatchMode):

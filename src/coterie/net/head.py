@@ -39,6 +39,8 @@ _OPTIONAL = (
 )  # unset, they say what rosters that do not know them say
 FROZEN = "model.frozen"
 """The setting that names the frozen weights; it is in the model's hash, not in the study's."""
+GIVEN = "model.given weights"
+"""The setting that names the first weights that no seed draws; compared between members."""
 TABLE = "table."
 """What the settings begin with that say how a node reads its own table."""
 STATES = ("starting", "running", "done")
@@ -162,7 +164,11 @@ def study_hash(settings: Mapping[str, Any]) -> str:
     """Return the hash of the settings that must be equal on all nodes."""
     return hashlib.sha256(
         canonical_json(
-            {k: v for k, v in settings.items() if k != FROZEN and not k.startswith(TABLE)}
+            {
+                k: v
+                for k, v in settings.items()
+                if k not in (FROZEN, GIVEN) and not k.startswith(TABLE)
+            }
         )
     ).hexdigest()
 
@@ -170,6 +176,11 @@ def study_hash(settings: Mapping[str, Any]) -> str:
 def with_frozen(settings: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """Return settings that say what the model's frozen weights are, where it has any."""
     return {**settings, FROZEN: layout.frozen_digest[:16]} if layout.frozen else settings
+
+
+def with_given(settings: dict[str, Any], digest: str) -> dict[str, Any]:
+    """Return settings that name the first weights that no seed draws, where there are any."""
+    return {**settings, GIVEN: digest} if digest else settings
 
 
 def with_table(settings: dict[str, Any], federation: Federation) -> dict[str, Any]:
@@ -180,22 +191,29 @@ def with_table(settings: dict[str, Any], federation: Federation) -> dict[str, An
     return settings | {f"{TABLE}{name}": text for name, text in schema.list_coding().items()}
 
 
-def _select_table(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name.startswith(TABLE)}
+def _select_common(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name.startswith(key)}
 
 
-def _check_tables(
-    roster: Roster, settings: Mapping[str, Any], others: Mapping[str, Head], own: str
+def _check_common(
+    roster: Roster, settings: Mapping[str, Any], others: Mapping[str, Head], own: str, key: str
 ) -> list[str]:
-    """Return the members that read their tables otherwise than most.
+    """Return the members whose tables, or given weights, are not those of most.
 
-    The coding of most nodes holds; of equally many, that of the first on the roster.
+    Those of most nodes hold; of equally many, those of the first on the roster.
+
+    Args:
+        roster: the roster.
+        settings: of this node.
+        others: the heads of the members met.
+        own: the name of this node.
+        key: TABLE or GIVEN: what the compared settings begin with.
 
     Raises:
         PeerMismatch: when it is this node that differs; it says in what.
     """
-    mine = _select_table(settings)
-    tables = {name: _select_table(head.settings) for name, head in others.items()}
+    mine = _select_common(settings, key)
+    tables = {name: _select_common(head.settings, key) for name, head in others.items()}
     everyone = {**{name: table for name, table in tables.items() if table}, own: mine}
     if not mine or all(table == mine for table in everyone.values()):
         return []
@@ -207,9 +225,15 @@ def _check_tables(
     )
     if everyone[first] == mine:
         return [name for name, table in everyone.items() if table != mine]
+    difference = describe_difference(mine, everyone[first])
+    if key == GIVEN:
+        raise PeerMismatch(
+            f"this node's model begins with other weights than that of {first}: {difference}; every "
+            "node gives or loads the same file of weights"
+        )
     raise PeerMismatch(
         f"this node reads its table otherwise than {first}: "
-        f"{describe_difference(mine, everyone[first])}; use one schema on all nodes: schema = "
+        f"{difference}; use one schema on all nodes: schema = "
         '"table.json" in data.options'
     )
 
@@ -290,4 +314,6 @@ def check_study(
             or f"model schema {others[name].schema[:16]}"
         )
         raise PeerMismatch(f"{name} runs something else than {roster.run} here: {text}")
-    return list(dict.fromkeys([*odd, *_check_tables(roster, settings, others, own)]))
+    for key in (TABLE, GIVEN):
+        odd += _check_common(roster, settings, others, own, key)
+    return list(dict.fromkeys(odd))

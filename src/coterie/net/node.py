@@ -182,6 +182,7 @@ class Node:
         self.task = plan.make_task(self._federation, secret=secrets.randbits(63))
         self.schema = heads.schema_hash(self.task.layout)
         common = heads.with_frozen(plan.common_settings(roster.population), self.task.layout)
+        common = heads.with_given(common, self.task.model.common_digest)
         self.settings = heads.with_table(common, federation)
         prepare_folder(folder)
         self.incarnation = self._new_incarnation()

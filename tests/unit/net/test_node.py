@@ -24,7 +24,7 @@ from coterie.data.arrays import from_table
 from coterie.errors import ConfigError, PeerMismatch, TransportError
 from coterie.methods import METHODS
 from coterie.net import local
-from coterie.net.head import Head, check_study, study_hash, with_table
+from coterie.net.head import Head, check_study, study_hash, with_given, with_table
 from coterie.net.log import Log, format_samples
 from coterie.net.node import Node, Patience, RunSpec
 from coterie.net.post import Terms
@@ -924,6 +924,33 @@ def test_nodes_whose_tables_mean_other_things_do_not_train_together(tmp_path):
         check("swapped", n0="right")
     with pytest.raises(PeerMismatch, match=line.format("n1", "yes, no", "no, yes")):
         check("right", n1="swapped", n2="swapped")
+
+
+def test_members_whose_models_begin_with_other_given_weights_are_named():
+    """Of three, the one that differs: it stops with a line, and the others go on without it."""
+    members = tuple(Member(f"n{n}", f"10.0.0.{n}:7447", (n,)) for n in range(3))
+    roster, common = Roster("run", members, 3), {"seed": 3}
+    says = {word: with_given(common, word) for word in ("aa", "bb", "")}
+    assert says[""] == common
+    assert len({study_hash(settings) for settings in says.values()}) == 1
+
+    def check(own: str, **others: str):
+        met = {
+            name: Head(
+                "run", name, 1, "", -1, "starting", VERSION, study_hash(common), "", 1, 0.0, [],
+                says[word],
+            )
+            for name, word in others.items()
+        }  # fmt: skip
+        own_name = next(f"n{n}" for n in range(3) if f"n{n}" not in others)
+        return check_study(roster, says[own], "", met, own_name)
+
+    assert check("aa", n1="aa", n2="aa") == []
+    assert check("aa", n1="aa", n2="bb") == ["n2"]
+    with pytest.raises(
+        PeerMismatch, match=r"begins with other weights than that of n0: .*'aa' there"
+    ):
+        check("bb", n0="aa", n2="aa")
 
 
 def flipped(parts: list[tuple[bytes, bytes]], draw: random.Random) -> list[tuple[bytes, bytes]]:
