@@ -14,7 +14,7 @@ from scripts import requirements
 from typer.testing import CliRunner
 
 from coterie.cli.app import NO_ROOM, app
-from coterie.net import nodefile, roster
+from coterie.net import nodefile, process, roster
 from coterie.studies import config
 
 DOCS = Path(__file__).resolve().parents[2] / "docs/how-to"
@@ -94,6 +94,7 @@ def test_the_unit_is_the_one_of_the_guide():
     unit = configparser.ConfigParser(strict=False)
     unit.read_string(shown)
     assert unit["Service"]["RestartPreventExitStatus"] == "2"
+    assert unit["Service"]["SuccessExitStatus"] == str(process.ALONE), "it would start again"
 
 
 def restarts(unit: configparser.ConfigParser, status: int) -> bool:

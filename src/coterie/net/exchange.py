@@ -83,6 +83,8 @@ class RemoteExchange:
         self._lost: set[int] = set()
         self._redraws, self._until = 0, 0.0
         self._down = self._unreachable_clients()
+        # whether messages of others were wanted in this round
+        self.is_asking = False
 
     def set_active(self, ids: Int[Tensor, " active"]) -> None:
         """Set the clients that take part in this round."""
@@ -96,6 +98,16 @@ class RemoteExchange:
             for_good: members that run another study, which are never asked.
         """
         self._away, self._odd = frozenset(names), frozenset(for_good)
+
+    def list_present(self, names: Iterable[str]) -> list[str]:
+        """Return those of some members that are not known to be away."""
+        self._unreachable_clients()
+        return [name for name in names if name not in self._away | self._odd]
+
+    def note_present(self, names: Iterable[str]) -> None:
+        """Note members that have answered just now."""
+        # They are asked from now on, as members that were never seen are.
+        self._away, self._seen = self._away - set(names), self._seen - set(names)
 
     def _unreachable_clients(self) -> set[int]:
         """Return the clients of members that are away now or were removed."""
@@ -154,6 +166,8 @@ class RemoteExchange:
         assert board.ids is not None
         # Own clients and stopped ones are on the board already.
         wanted = sorted(set(peers[peers >= 0].tolist()) - set(board.ids.tolist()))
+        # Nobody is asked also where all others are away.
+        self.is_asking |= bool(wanted or self._down)
         # One deadline for the first exchange of a round with all its repetitions.
         if not self._until:
             self._until = started + self.post.deadline()
@@ -262,6 +276,7 @@ class RemoteExchange:
         everybody = torch.arange(self.roster.population)
         expected = set((everybody if self._expected is None else self._expected).tolist())
         others = sorted(expected - set(self.ids.tolist()))
+        self.is_asking |= bool(others)
         template = self._message_template(message, address)
         found = self.post.fetch_all(
             [replace(address, client=c) for c in others], template, self.post.deadline()

@@ -131,12 +131,14 @@ class _Link:
         member: the member as it was dialed.
         used: when it was used last.
         calls: questions that are open on it.
+        missing: why the member cannot be reached now, if it could not be dialed.
     """
 
     channel: grpc.aio.Channel
     member: Member
     used: float
     calls: int = 0
+    missing: Missing | None = None
     watch: asyncio.Task[None] | None = None
 
 
@@ -330,8 +332,10 @@ class GrpcTransport:
         state = channel.get_state(try_to_connect=True)
         while state is not _OVER:
             if state is _READY:
+                link.missing = None
                 await self._exchange_presence(link, self._announced)
             elif state is _FAILED:
+                link.missing = link.missing or Missing("unreachable")
                 self._note_presence(peer, False)
             elif state is _IDLING:
                 # It was lost: whether the member is there shows when it is dialed again.
@@ -501,6 +505,11 @@ class GrpcTransport:
         take: Callable[[bytes], None],
     ) -> Missing | None:
         """Ask a member, and give the parts of its answer to `take`; return why there is none."""
+        known = self._links.get(peer)
+        if known is not None and known.missing is not None:
+            # The library dials it again; hundreds of such members must cost next to nothing.
+            known.used = time.monotonic()
+            return known.missing
         work = self._ask_on_loop(peer, method, question, deadline, take)
         with self._lock:
             if self._closed:
@@ -540,7 +549,10 @@ class GrpcTransport:
         except grpc.aio.AioRpcError as error:
             if "larger than max" in (error.details() or ""):
                 raise Refused("size", f"a part of over {_MAX_FRAME} bytes") from None
-            return _read_error(error)
+            missing = _read_error(error)
+            if link.channel.get_state() is _FAILED:
+                link.missing = missing
+            return missing
         finally:
             # An answer that is refused in the middle is not read to its end.
             call.cancel()

@@ -8,6 +8,7 @@ they are done: see `latecomers`.
 """
 
 import json
+import math
 import os
 import secrets
 import statistics
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from coterie.models.layout import ModelSource, custom_model_name
 from coterie.net import catchup, latecomers
 from coterie.net import head as heads
 from coterie.net import identity as identities
+from coterie.net import roster as rosters
 from coterie.net.audit import Audit
 from coterie.net.exchange import RemoteExchange
 from coterie.net.head import Head
@@ -59,6 +61,8 @@ from coterie.runtime.task import make_task
 
 ARRIVALS = "arrivals.jsonl"
 _LEAST_DEADLINE = 30.0
+_PAUSE_EACH = 0.005  # seconds: asking a thousand costs some hundredths of one
+_SAY_AGAIN = 60.0  # seconds between two events of one wait
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,10 @@ class Patience:
     """How long a node waits for others.
 
     Args:
-        start: seconds to wait at the start for members that do not answer yet.
+        start: seconds to wait at the start for members that do not answer yet; infinite to wait for
+            all of them.
+        min_peers: other members that must be there at the start and in every round; with fewer a
+            node waits.
         linger: seconds to stay at the end for members, new ones included, that are not done and
             make no progress; infinite to wait for them without limit.
         ask: seconds to wait for the answer to "how are you?".
@@ -106,6 +113,7 @@ class Patience:
     """
 
     start: float = 60.0
+    min_peers: int = 1
     linger: float = 120.0
     ask: float = 2.0
     poll: float = 0.5
@@ -161,6 +169,9 @@ class Node:
         self._scouted: Future[tuple[str, bytes] | None] | None = None
         self._sign, self._stop, self._state = sign, threading.Event(), "starting"
         self._met: frozenset[str] = frozenset()
+        self._heads: dict[str, Head] = {}
+        self.is_waiting = False  # for a quorum
+        self._noticed: set[tuple[str, str, int]] = set()  # ends of certificates that are logged
         self._done_answers = 0  # how often this node has answered that it is done
         self._check_federation(federation)
         clusters = torch.tensor(roster.clusters or [-1] * roster.population)
@@ -345,9 +356,14 @@ class Node:
             started = [n for n, h in met.items() if h.state == "running" and h.round > 0]
             if time.monotonic() > until or 2 * len(started) > len(self.other_members):
                 break
-            if len(met) < len(self.other_members) and self._stop.wait(self.patience.poll):
+            absent = len(self.other_members) - len(met)
+            if absent and self._stop.wait(self._pause_for(absent)):
                 break
         return met
+
+    def _pause_for(self, absent: int) -> float:
+        """Return the seconds between two questions to all absent members: longer for many."""
+        return max(self.patience.poll, _PAUSE_EACH * absent)
 
     def _start_answering(self) -> None:
         """Answer those who ask how this node is, which roster it has, and how good the link is."""
@@ -396,8 +412,51 @@ class Node:
         late = any(h.state == "running" and self.transport.name not in h.met for h in met.values())
         return late or self.loop.next_round >= 0
 
+    def _await_quorum(self) -> None:
+        """Wait until enough other members are there: a round alone must not pass for a federated one.
+
+        A client of a server needs that one only, and waits for it in the round.
+        """
+        if self.plan.method.server and not self.exchange.server:
+            return
+        logged_at, began = -math.inf, time.monotonic()
+        while not self._stop.is_set():
+            names = self.other_members
+            present, least = (
+                self.exchange.list_present(names),
+                min(self.patience.min_peers, len(names)),
+            )
+            if len(present) < least:
+                # Absent members are asked as well, because they may be back.
+                met = self.ask_heads(name for name in names if name not in present)
+                self.exchange.note_present(met)
+                if set(met) - self._met:
+                    self._note_met(self._heads | met)
+                present = self.exchange.list_present(names)
+            if len(present) >= least:
+                break
+            if time.monotonic() - logged_at > _SAY_AGAIN:
+                logged_at = time.monotonic()
+                absent = sorted(set(names) - set(present))
+                self.log(
+                    "waiting",
+                    level="warning",
+                    text=f"{len(present)} of {least} other members are here (min_peers); nothing is "
+                    "trained until then",
+                    absent=absent[:20],
+                )
+            self.is_waiting = True
+            self.update_roster()
+            self._stop.wait(self._pause_for(len(names) - len(present)))
+        if self.is_waiting:
+            self.is_waiting = False
+            self.log("waited", seconds=round(time.monotonic() - began, 1))
+            if self.loop.next_round >= 0:
+                self._catch_up()
+
     def _note_met(self, met: Mapping[str, Head]) -> None:
         """Note the members that were met, by their signed heads."""
+        self._heads = dict(met)
         self._met = frozenset(met)
         if self.audit is not None:
             for name, head in met.items():
@@ -483,6 +542,7 @@ class Node:
         found = self.keeper.reload_file()
         if found is not None:
             self._adopt_roster(found)
+        self._check_certificates()
         # In a thread of its own: a member that does not answer must not delay the round.
         if self._scouted is None:
             self._scouted = self._scout.submit(self._ask_around, self.loop.next_round)
@@ -490,6 +550,31 @@ class Node:
             offered, self._scouted = self._scouted.result(), None
             if offered is not None:
                 self._take_roster(*offered)
+
+    def _check_certificates(self) -> None:
+        """Log certificates that end soon, each notice once.
+
+        Raises:
+            TransportError: when this node's own one is over: nobody answers it any more.
+        """
+        for name, (days, notice) in rosters.find_ends(self.roster, datetime.now(UTC)).items():
+            if notice is None:
+                continue
+            key = name, self.roster.member(name).certificate, notice
+            if key in self._noticed:
+                continue
+            self._noticed.add(key)
+            end = self.roster.member(name).expires
+            if notice == 0 and name == self.transport.name:
+                raise TransportError(
+                    f"the certificate of {name} ended on {end}, and the others refuse it: send the "
+                    "organizer a new request, put the new certificate and roster in place, and "
+                    "start the node again; it continues from its checkpoint"
+                )
+            self.log(
+                "certificate", level="warning" if notice > 7 else "error", peer=name,
+                days=round(days, 1), text=f"its certificate ends on {end}",
+            )  # fmt: skip
 
     def _ask_around(self, number: int) -> tuple[str, bytes] | None:
         """Ask one member, another one every time, whether it has a newer roster."""
@@ -567,11 +652,16 @@ class Node:
             self.folder, self.loop, self._identity, self._timing(), models.make_files()
         )
         self._state = "done"
-        skipped: dict[str, Any] = (
-            {"skipped": self.loop.skipped_rounds} if self.loop.skipped_rounds else {}
-        )
+        marked: dict[str, Any] = {
+            name: rounds
+            for name, rounds in (
+                ("skipped", self.loop.skipped_rounds),
+                ("alone", self.loop.alone_rounds),
+            )
+            if rounds
+        }
         self.log(
-            "done", received=self.post.traffic.received, bytes=self.post.traffic.bytes, **skipped
+            "done", received=self.post.traffic.received, bytes=self.post.traffic.bytes, **marked
         )
         self._linger()
 
@@ -590,6 +680,12 @@ class Node:
         return next(found, None)
 
     def _run_round(self) -> None:
+        self.log.round = self.loop.next_round
+        # Between rounds, so that one round has one roster.
+        self.update_roster()
+        self._await_quorum()
+        if self._stop.is_set():
+            return
         index, exchanging, began = (
             self.loop.next_round,
             self.post.traffic.seconds,
@@ -597,8 +693,6 @@ class Node:
         )
         received = self.post.traffic.received
         self.log.round, before = index, self._reputation
-        # Between rounds, so that one round has one roster.
-        self.update_roster()
         try:
             self.loop.run_next_round()
         except RoundMissed as missed:
@@ -613,6 +707,9 @@ class Node:
         # What arrived is of this round, so the others are near.
         if self.post.traffic.received > received:
             self.clock.note_in_step(index)
+        elif self.exchange.is_asking and self.other_members:
+            self.loop.note_alone(index)
+            self.log("alone", level="warning", text="no message of another member arrived")
         # The audit log is synced before the checkpoint: no stored round is missing in it.
         self._write_down(index, before)
         seconds = time.perf_counter() - began
@@ -859,10 +956,20 @@ class Node:
                 labels,
                 len(self.transport.alive_members()),
             ),
+            (
+                "coterie_waiting",
+                "1 while fewer than min_peers are there",
+                labels,
+                int(self.is_waiting),
+            ),
+            ("coterie_alone_rounds", "rounds without any message", labels, self.loop.num_alone),
             ("coterie_received_total", "messages received", labels, traffic.received),
             ("coterie_received_bytes_total", "bytes received", labels, traffic.bytes),
             ("coterie_exchange_seconds_total", "time spent exchanging", labels, traffic.seconds),
         ]
+        for name, (days, _) in rosters.find_ends(self.roster, datetime.now(UTC)).items():
+            about = {**labels, "member": name}
+            out.append(("coterie_certificate_days", "days to a certificate's end", about, days))
         for reason, number in sorted(traffic.missing.items()):
             out.append(
                 ("coterie_missing_total", "messages missing", {**labels, "reason": reason}, number)

@@ -88,7 +88,10 @@ class NetworkSettings(Configurable):
         redraws: how often the peers of a round are drawn again when some are missing.
         half: send models in half precision.
         chunk: bytes in a chunk, 1024 to 262144; fewer below 1 Mbit/s.
-        start: seconds to wait at the start for members that do not answer.
+        start: seconds to wait at the start for members that do not answer; "unlimited" to wait for
+            all of them.
+        min_peers: other members that must be there at the start and in every round: with fewer a
+            node waits, whatever `start` is, and trains nothing. 0 to go on alone.
         linger: seconds to stay at the end for members that make no progress, new clients that have
             not joined yet included; "unlimited" to wait for them as long as it takes.
         lease: seconds without a sign of life after which a member counts as down; 10 over long
@@ -100,7 +103,8 @@ class NetworkSettings(Configurable):
     redraws: NonNegativeInt = 5
     half: bool = False
     chunk: Annotated[int, Ge(1024), Le(CHUNK)] = CHUNK
-    start: NonNegativeFloat = 60.0
+    start: NonNegativeFloat | Literal["unlimited"] = 60.0
+    min_peers: NonNegativeInt = 1
     linger: NonNegativeFloat | Literal["unlimited"] = 120.0
     lease: Annotated[float, Ge(1)] = 10.0
 
@@ -113,7 +117,9 @@ class NetworkSettings(Configurable):
     def patience(self) -> Patience:
         """The settings of the node."""
         return Patience(
-            start=self.start, linger=math.inf if isinstance(self.linger, str) else self.linger
+            start=math.inf if isinstance(self.start, str) else self.start,
+            min_peers=self.min_peers,
+            linger=math.inf if isinstance(self.linger, str) else self.linger,
         )
 
 

@@ -26,6 +26,8 @@ from coterie.runtime import checkpoint
 from coterie.studies import config
 from coterie.studies.describe import describe_federation
 
+ALONE = 3
+"""The exit status of a run that is over, of which some rounds were done without any message."""
 _GIVEN_UP = (
     "running without TLS on loopback: every program on this machine can read and answer messages "
     "under any name; "
@@ -174,7 +176,7 @@ def run_node(path: Path, *, role: str | None = None, insecure: bool = False) -> 
         insecure: go without TLS, on loopback only.
 
     Returns:
-        The exit status.
+        The exit status: 0, or `ALONE`.
     """
     file = nodefile.load(path)
     if role is not None:
@@ -207,7 +209,14 @@ def run_node(path: Path, *, role: str | None = None, insecure: bool = False) -> 
                 "from its checkpoint",
             )  # fmt: skip
         raise
-    return 0
+    return _find_status(folder)
+
+
+def _find_status(folder: Path) -> int:
+    """Return the exit status of a run by what is stored of it."""
+    path = folder / checkpoint.PROVENANCE
+    marked = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    return ALONE if marked.get("alone") else 0
 
 
 def _answers_newcomers(file: NodeFile, name: str) -> bool:

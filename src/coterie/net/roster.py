@@ -379,6 +379,31 @@ def check_file(
     return found
 
 
+NOTICE_DAYS = (30, 14, 7, 1)
+"""Days before the end of a certificate at which nodes log it."""
+
+
+def find_ends(roster: Roster, now: datetime) -> dict[str, tuple[float, int | None]]:
+    """Return, for each member with a certificate, the days to its end and the newest notice due.
+
+    A notice that was due before the roster was signed is none: its organizer knew. 0 is that of the
+    end itself; None: none is due.
+    """
+    signed = datetime.fromisoformat(roster.issued) if roster.issued else now
+    found = {}
+    for member in roster.members:
+        if member.expires:
+            end = datetime.fromisoformat(member.expires)
+            due = [
+                days
+                for days in (*NOTICE_DAYS, 0)
+                if end - timedelta(days=days) <= now
+                and (days == 0 or end - timedelta(days=days) > signed)
+            ]
+            found[member.name] = (end - now) / timedelta(days=1), min(due, default=None)
+    return found
+
+
 def check_own(roster: Roster, own: identity.Identity) -> list[str]:
     """Return the problems of a roster for one member; empty when there are none."""
     try:

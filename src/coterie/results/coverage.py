@@ -145,16 +145,18 @@ def describe_coverage(content: Mapping[str, Any]) -> list[str]:
 
 
 def describe_skipped_rounds(content: Mapping[str, Any]) -> list[str]:
-    """Describe the rounds that nodes skipped, one line for each run of summary.json."""
+    """Describe the rounds that nodes skipped or did alone, a line for each run of summary.json."""
     lines = []
-    for row in content.get("skipped", ()):
-        gaps = []
-        for first, last in row["rounds"]:
-            gaps.append(f"{first} to {last}" if last > first else str(first))
-        lines.append(
-            f"{row['label']}, seed {row['seed']}: rounds {', '.join(gaps)} were left out, "
-            "not trained: the others went on."
-        )
+    for key, what in (
+        ("skipped", "were left out, not trained: the others went on"),
+        ("alone", "were done alone: no message of another member arrived in them"),
+    ):
+        for row in content.get(key, ()):
+            gaps = []
+            for first, last in row["rounds"]:
+                gaps.append(f"{first} to {last}" if last > first else str(first))
+            rounds = ", ".join(gaps)
+            lines.append(f"{row['label']}, seed {row['seed']}: rounds {rounds} {what}.")
     return lines
 
 

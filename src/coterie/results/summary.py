@@ -103,8 +103,9 @@ def summarize_runs(
     content["spent"] = compute_spending(chosen)
     content["time_to_accuracy"] = compute_time_to_accuracy(chosen)
     content["undefined"] = list_undefined_metrics(chosen)
-    if skipped := list_skipped_rounds(chosen):
-        content["skipped"] = skipped
+    for key in ("skipped", "alone"):
+        if marked := list_marked_rounds(chosen, key):
+            content[key] = marked
     if declared := metrics.metrics_to_store(collect_metrics(runs).values()):
         content["metrics"] = declared
     if joined := summarize_new_clients(chosen):
@@ -442,10 +443,13 @@ def list_undefined_metrics(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
     return rows
 
 
-def list_skipped_rounds(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
-    """List the rounds that nodes skipped: `label`, `seed` and `rounds` (first, last)."""
+def list_marked_rounds(runs: Sequence[StoredRun], key: str) -> list[dict[str, Any]]:
+    """List the rounds that nodes skipped ("skipped") or did without any message ("alone").
+
+    Each entry has `label`, `seed` and `rounds`, pairs of a first and a last one.
+    """
     rows = []
     for run in runs:
-        if skipped := run.provenance.get("skipped"):
-            rows.append({"label": run.label, "seed": run.seed, "rounds": skipped})
+        if marked := run.provenance.get(key):
+            rows.append({"label": run.label, "seed": run.seed, "rounds": marked})
     return rows

@@ -147,7 +147,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         "names": names,
         "samples": loop.train_samples,
         "engine": _describe_engine(loop),
-        **_select_given(compact=compact, skipped=loop.skipped_rounds),
+        **_select_given(compact=compact, skipped=loop.skipped_rounds, alone=loop.alone_rounds),
     }
     files = {
         FILE: partial(_write_tensors, tensors, meta),
@@ -252,6 +252,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
         restore(select_tensors("exchange."))
     loop.next_round, loop.train_samples = found["round"], found["samples"]
     loop.skipped_rounds = [(first, last) for first, last in found.get("skipped", ())]
+    loop.alone_rounds = [(first, last) for first, last in found.get("alone", ())]
     # The last step, when everything is in place: blocks receive their parts.
     loop.scatter_state()
     return earlier
@@ -370,6 +371,7 @@ def collect_provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict
         **_select_given(
             check=loop.translation,
             skipped=loop.skipped_rounds,
+            alone=loop.alone_rounds,
             metrics=own,
             client_names=loop.record.client_names,
             data=loop.record.data,

@@ -150,6 +150,7 @@ class Loop:
         self.next_round = -1  # the warm-up
         # the first and the last round of each gap
         self.skipped_rounds: list[tuple[int, int]] = []
+        self.alone_rounds: list[tuple[int, int]] = []  # of a node that received no message
         self.validation: dict[str, Tensor] = {}
         self.train_samples = 0
         self.undefined_reasons: dict[str, str] = {}  # why final metrics are NaN
@@ -234,14 +235,19 @@ class Loop:
         left_out = sum(last + 1 - max(first, 0) for first, last in self.skipped_rounds)
         return left_out > 0 and left_out >= self.next_round
 
+    @property
+    def num_alone(self) -> int:
+        """Number of rounds in which no message arrived though some were needed."""
+        return sum(last + 1 - first for first, last in self.alone_rounds)
+
     def skip_rounds(self, to: int) -> None:
         """Leave out rounds so that `to` is the next one; results mark them as not trained."""
-        first, last = self.next_round, to - 1
-        # A gap that follows the last one extends it.
-        if self.skipped_rounds and self.skipped_rounds[-1][1] == first - 1:
-            first = self.skipped_rounds.pop()[0]
-        self.skipped_rounds.append((first, last))
+        _add_rounds(self.skipped_rounds, self.next_round, to - 1)
         self.next_round = to
+
+    def note_alone(self, round: int) -> None:
+        """Note that no message arrived in a round that needed some; results mark it."""
+        _add_rounds(self.alone_rounds, round, round)
 
     def run_next_round(self) -> None:
         """Do the warm-up or one round."""
@@ -646,3 +652,10 @@ class Loop:
             self.record.add_metrics(last, self.task.ids[self.counted], "test", model, found)
         self.evaluated_models = params
         return params
+
+
+def _add_rounds(ranges: list[tuple[int, int]], first: int, last: int) -> None:
+    """Add rounds to ranges of rounds; a range that follows the last one extends it."""
+    if ranges and ranges[-1][1] == first - 1:
+        first = ranges.pop()[0]
+    ranges.append((first, last))

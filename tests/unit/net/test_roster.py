@@ -160,3 +160,18 @@ def test_a_roster_of_another_wire_format_is_a_mismatch_that_names_both(made):
 def test_a_text_that_is_no_roster_is_refused(text, found):
     with pytest.raises(TransportError, match=found):
         roster.loads(text)
+
+
+@pytest.mark.parametrize(
+    ("days", "notice"),
+    [(31, None), (30, 30), (29, 30), (14, 14), (7, 7), (6.9, 7), (1, 1), (0.5, 1), (0, 0), (-3, 0)],
+)
+def test_the_end_of_a_certificate_is_noticed_at_30_14_7_and_1_days(days, notice):
+    """Of a certificate of 60 days; one of a day, which the organizer knew, is noticed at its end alone."""
+    now = datetime(2026, 6, 1, tzinfo=UTC)
+    end = now + timedelta(days=days)
+    for long, expected in ((60, notice), (1, 0 if days <= 0 else None)):
+        member = Member("a", "127.0.0.1:7000", (0,), expires=end.isoformat())
+        signed = (end - timedelta(days=long)).isoformat()
+        found = roster.find_ends(roster.Roster("r", (member,), 1, issued=signed), now)
+        assert found == {"a": (pytest.approx(days), expected)}
