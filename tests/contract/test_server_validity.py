@@ -222,7 +222,11 @@ def test_steps_are_measured_from_the_nearest_model_and_claims_by_their_median():
 
 def test_servers_judge_between_machines_and_in_a_simulation_on_request():
     settings = tiny_settings()
-    assert between_machines(METHODS["fedavg"](), settings).acceptance_rules == Acceptance()
+    judging = between_machines(METHODS["fedavg"](), settings).acceptance_rules
+    assert judging is not None
+    # A large site counts for what it has.
+    assert judging == replace(Acceptance(), samples=judging.samples)
+    assert judging.samples > 1e6
     assert (
         between_machines(METHODS["fedavg"](), replace(settings, acceptance=False)).acceptance_rules
         is None

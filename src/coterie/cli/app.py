@@ -30,6 +30,7 @@ from coterie.cli import _audit, _cluster, _compare, _export, _report
 from coterie.cli._net import add_commands
 from coterie.cli._stopping import describe_os_error, explain_interruption
 from coterie.errors import ConfigError, CoterieError, DiskFull, OutOfMemory, describe_unknown
+from coterie.functional.metrics import DIVERGED
 
 app = typer.Typer(
     name="coterie",
@@ -395,7 +396,7 @@ def _print_trials(plan: Any, as_json: bool) -> None:
     for head in ("n", "metric", "validation"):
         table.add_column(head, justify="right")
     for row in rows:
-        value = "diverged" if row["mean"] is None else f"{row['mean']:.5g}"
+        value = DIVERGED.name if row["mean"] is None else f"{row['mean']:.5g}"
         table.add_row(row["label"], str(row["seeds"]), row["metric"], value)
     console.print(table)
 

@@ -208,13 +208,17 @@ def make_run_spec(study: StudyConfig) -> RunSpec:
     )
 
 
+_UNBOUNDED = 1e9  # times the median number of samples
+
+
 def between_machines(method: Method, settings: Settings) -> Settings:
     """Return a node's settings: peers and servers check what they receive, unless set not to.
 
     A simulation with these settings gives the results of the nodes.
     """
-    # Unset means on between machines, where the method has anything to judge.
-    judging = replace(settings, acceptance=True)
+    # Unset means on between machines, where the method has anything to judge. A server bounds no
+    # number of samples then: an honest site may have many times those of the others.
+    judging = replace(settings, acceptance={"samples": _UNBOUNDED} if method.server else True)
     judges = method.server or judging.acceptance_rules_for(method) is not None
     if settings.acceptance is None and judges:
         return judging

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from coterie._util.tensors import index_optional
 from coterie.data.federation import Federation
+from coterie.data.rows import read_inputs
 from coterie.engine.task import EngineOptions, ModelSpec, Task, Workload
 from coterie.exchange.base import Exchange, Inbox, Message
 from coterie.exchange.faulty import Faulty
@@ -370,12 +371,11 @@ def _check_silence(make: _RunFactory) -> None:
     )
     silent = make.federation.population - 1
     # The silent client's data change: nobody else may notice.
-    changed = dataclasses.replace(make.federation, x=make.federation.x.clone())
-    other = changed.x[silent].flip(0)
-    if other.is_floating_point():
-        changed.x[silent] = other * 3 + 1
-    else:  # whole numbers (images, tokens) stay in their range
-        changed.x[silent] = changed.x.max() - other
+    x = read_inputs(make.federation.x).clone()
+    other = x[silent].flip(0)
+    # Whole numbers (images, tokens) stay in their range.
+    x[silent] = other * 3 + 1 if other.is_floating_point() else x.max() - other
+    changed = dataclasses.replace(make.federation, x=x)
     results = []
     for federation in (make.federation, changed):
         run = dataclasses.replace(make, federation=federation)

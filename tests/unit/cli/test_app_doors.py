@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_written_is_one_line_before_any_work(
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("the work began")
 
-    monkeypatch.setattr("coterie.studies.tune.run_study", fail)
+    monkeypatch.setattr("coterie.studies.tune.run_studies", fail)
     monkeypatch.setattr("coterie.net.fleet.run_demo", fail)
     Path("loop").symlink_to("loop")
     assert refused(coterie(*FOLDERS[command], place), "choose another")
