@@ -69,7 +69,11 @@ def test_a_duplicate_costs_its_bytes_again_and_changes_nothing_else():
 
 def test_a_message_of_another_form_is_no_earlier_one_of_an_exchange():
     """Clients enroll without a model before they exchange models: where these are late, nothing arrives."""
-    for enrolled in (Message(torch.zeros(20, 0), {"cluster": IDS}), Message(torch.zeros(20, 1))):
+    for enrolled in (
+        Message(torch.zeros(20, 0), {"cluster": IDS}),
+        Message(torch.zeros(20, 1)),
+        Message(torch.zeros(20, 0), {"samples": IDS + 0.5}),
+    ):
         exchange = door(delay=1.0)
         exchange.begin_round(Rng(0).at_round(-1))
         exchange.set_active(IDS)
