@@ -176,6 +176,7 @@ TABLES: dict[tuple[str, str], Draw] = {
     ("Settings", "engine"): lambda stream: None,  # the checks choose it
     ("Settings", "device"): lambda stream: None,
     ("Settings", "cuda_graphs"): lambda stream: None,
+    ("Settings", "portable"): lambda stream: None,
     ("Settings", "block"): _pick(1, 2, 3, 100),
     ("Settings", "eval_every"): _pick(1, 2, 3),
     ("Settings", "validate_every"): _pick(1, 2, 3),
