@@ -30,7 +30,6 @@ from coterie.cli import _audit, _cluster, _compare, _export, _report
 from coterie.cli._net import add_commands
 from coterie.cli._stopping import describe_os_error, explain_interruption
 from coterie.errors import ConfigError, CoterieError, DiskFull, OutOfMemory, describe_unknown
-from coterie.functional.metrics import DIVERGED
 
 app = typer.Typer(
     name="coterie",
@@ -381,6 +380,7 @@ def show_results(
 
 def _print_trials(plan: Any, as_json: bool) -> None:
     """Print the validation results of the trials of a tuning that have ended."""
+    from coterie.functional.metrics import DIVERGED
     from coterie.results import coverage
     from coterie.studies.tune import load_trial_rows
 
