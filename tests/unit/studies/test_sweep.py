@@ -237,7 +237,7 @@ def test_points_of_a_sweep_are_joined_over_the_seeds_that_all_have(tmp_path):
     assert first.summary == done[0].summary
     assert second.summary["rows"] == []
     assert [(one["label"], one["seed"], one["state"]) for one in second.summary["left_out"]] == [
-        (label, seed, "missing") for label in ("Gossip", "local") for seed in (0, 1)
+        (label, seed, "missing") for seed in (0, 1) for label in ("Gossip", "local")
     ]
     shutil.rmtree(tmp_path / "tiny/train=8")
     with pytest.raises(ConfigError, match="holds no study"):
