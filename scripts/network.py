@@ -22,7 +22,8 @@ HEAD = """<!-- made by scripts/network.py; do not edit -->
 
 Nodes are processes with certificates and mutual TLS, as in
 [the deployment](../how-to/deploy-in-three-hospitals.md). See also [the wire format](wire.md) and [the threat
-model](../explanation/threat-model.md).
+model](../explanation/threat-model.md). Results that name zenoh were measured with the transport before gRPC ([decision
+035](../decisions/035-grpc.md)): they say nothing of speed, floods or memory with gRPC.
 """
 Results = list[dict[str, Any]]
 

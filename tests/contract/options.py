@@ -105,6 +105,13 @@ def options() -> dict[Option, list[Any]]:
     return known
 
 
+def read_mark(names: str | Sequence[str], *known: Any) -> Iterator[tuple[Option, tuple[Any, ...]]]:
+    """Yield each option that a mark names, and the values: several options may share them."""
+    for name in [names] if isinstance(names, str) else names:
+        owner, _, field = name.partition(".")
+        yield (owner, field), known
+
+
 def marked(tests: Path = TESTS) -> dict[tuple[str, str], list[tuple[Any, str]]]:
     """Return what the tests say of options, read from their text: values and where, by class and name."""
     found: dict[Option, list[tuple[Any, str]]] = {}
@@ -112,10 +119,9 @@ def marked(tests: Path = TESTS) -> dict[tuple[str, str], list[tuple[Any, str]]]:
         text = path.read_text("utf-8")
         for node in ast.walk(ast.parse(text)) if "mark.option(" in text else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.option":
-                name, *known = map(ast.literal_eval, node.args)
-                owner, _, field = name.partition(".")
                 where = f"{path.relative_to(tests.parent)}:{node.lineno}"
-                found.setdefault((owner, field), []).extend((value, where) for value in known)
+                for option, known in read_mark(*map(ast.literal_eval, node.args)):
+                    found.setdefault(option, []).extend((value, where) for value in known)
     return found
 
 
@@ -197,8 +203,12 @@ def ignored(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test once for each value that it names."""
     known = options()
-    said = [mark.args for mark in metafunc.definition.iter_markers("option")]
-    listed = [case for name, *chosen in said for case in cases(known, *name.split("."), chosen)]
+    listed = [
+        case
+        for mark in metafunc.definition.iter_markers("option")
+        for option, chosen in read_mark(*mark.args)
+        for case in cases(known, *option, chosen)
+    ]
     if listed:
         metafunc.parametrize(
             "ignored",
@@ -211,13 +221,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
     """Note what a test says of a package that ignores a value."""
-    place = pyfuncitem.nodeid.partition("[")[0], pyfuncitem.callspec.params["ignored"]
-    if noticed.get(place) == "noticed":  # with other parameters
-        return True
     from beartype.roar import BeartypeCallHintViolation
 
     from coterie.errors import CoterieError
+    from coterie.methods import METHODS
 
+    place = pyfuncitem.nodeid.partition("[")[0], pyfuncitem.callspec.params["ignored"]
+    if noticed.get(place) == "noticed":  # with other parameters
+        return True
+    method = METHODS.get(pyfuncitem.callspec.params.get("kind", ""))
+    if method and not issubclass(method, configured()[place[1][0]]):
+        return True  # a test of a method that has no such option
     try:
         pyfuncitem.obj(
             **{

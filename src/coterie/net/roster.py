@@ -171,11 +171,6 @@ class Roster:
             member.clients[0]: member.name for member in self.members if len(member.clients) == 1
         }
 
-    def members_before(self, name: str) -> tuple[Member, ...]:
-        """Return the members that this one dials: the earlier ones, so one of each pair dials."""
-        place = self.members.index(self.member(name))
-        return self.members[:place]
-
 
 def add_certificate(member: Member, certificate: x509.Certificate) -> Member:
     """Return a member with the key, fingerprint and end of its certificate."""

@@ -93,11 +93,6 @@ class Manifest:
         """The address of the message."""
         return Address(self.round, self.exchange, self.client, self.kind)
 
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks of the payload; 0 for an empty one."""
-        return -(-self.bytes // self.chunk)
-
 
 @dataclass(frozen=True)
 class Expectation:
