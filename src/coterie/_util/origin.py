@@ -34,9 +34,7 @@ def describe_code() -> dict[str, Any]:
     top = _run_git("rev-parse", "--show-toplevel") or str(PACKAGE)
     changed = _run_git("status", "--porcelain", "--", *(str(Path(top, name)) for name in CODE))
     # An empty status says that nothing differs; None, that git failed.
-    dirty = changed
-    if changed is not None:
-        dirty = bool(changed)
+    dirty = None if changed is None else bool(changed)
     return {"commit": _run_git("rev-parse", "HEAD"), "dirty": dirty}
 
 

@@ -321,7 +321,7 @@ def describe_hint(hint: Any, *, many: bool = False) -> str:
         return " or ".join(options)
     if origin is Literal:
         *most, last = map(repr, inner)
-        return " or ".join(filter(None, (", ".join(most), last)))
+        return f"{', '.join(most)} or {last}" if most else last
     if origin is Callable:
         return ("a function", "functions")[many]
     if origin is not None and issubclass(origin, Mapping):

@@ -490,7 +490,7 @@ class EvaluationPairs:
     def to_sample_device(self) -> "EvaluationPairs":
         """Return the same pairs with all but the sizes of sets on the samples' device."""
         device = self.samples.device
-        noise = self.noise and self.noise.to(device)
+        noise = None if self.noise is None else self.noise.to(device)
         keys = None if self.draw_keys is None else self.draw_keys.to(device)
         return replace(
             self,

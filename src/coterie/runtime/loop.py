@@ -537,7 +537,7 @@ class Loop:
             state: another state than that of the run, of the same clients.
         """
         rnd = self._make_evaluation_round(self.next_round - 1)
-        return self.method.newcomer_model(rnd, state or self.state)
+        return self.method.newcomer_model(rnd, self.state if state is None else state)
 
     def served_models(self) -> tuple[Float[Tensor, "clients params"], Info]:
         """Return the models that serve the clients now, and what the method reports of them."""
