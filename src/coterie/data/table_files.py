@@ -22,7 +22,7 @@ import pyarrow.parquet as arrow_parquet
 
 from coterie._util.files import expand_home
 from coterie.data.coding import WHOLE
-from coterie.errors import ConfigError, DataError
+from coterie.errors import ConfigError, DataError, describe_unknown
 
 # Its functions are made when it is imported, so that type checkers do not know them.
 pc: Any = arrow_compute
@@ -284,7 +284,7 @@ def decide_types(
     columns = {name: _clear_empty(loaded.arrow[name]) for name in dict.fromkeys(names)}
     guessed = {name: column for name, column in columns.items() if name not in kept}
     decimal = decimal or _find_decimal(guessed)
-    made, padded = loaded.arrow, []
+    read, padded = {}, []
     for name, column in columns.items():
         found = column
         if name in guessed:
@@ -297,8 +297,8 @@ def decide_types(
         # Such a column may hold codes; as numbers they lose their zeros, which is noted.
         if found is not None and pa.types.is_integer(found.type) and _any(column, r"^0\d"):
             padded.append(name)
-        found = column if found is None else found
-        made = made.set_column(made.column_names.index(name), name, found)
+        read[name] = column if found is None else found
+    made = _replace_columns(loaded.arrow, read)
     notes = ("decimal commas",) if decimal == "," else ()
     if padded:
         notes = (*notes, f"numbers written with leading zeros: {', '.join(padded)}")
@@ -318,13 +318,12 @@ def follow_types(
     Raises:
         DataError: when a column is of another kind.
     """
-    made, numbers = loaded.arrow, {}
+    read, numbers = {}, {}
     for name in kinds:
         if loaded.as_text:
-            column = _clear_empty(made[name])
-            made = made.set_column(made.column_names.index(name), name, column)
+            read[name] = _clear_empty(loaded.arrow[name])
             if kinds[name] != "text":
-                numbers[name] = column
+                numbers[name] = read[name]
     decimal = decimal or _find_decimal(numbers)
     for name, column in numbers.items():
         found = _convert_entries(column, decimal)
@@ -339,8 +338,26 @@ def follow_types(
                 f"column {name!r} is {value!r} in row {row} of {loaded.what}; expected "
                 f"{kinds[name]}, as in training"
             )
-        made = made.set_column(made.column_names.index(name), name, found)
-    return made
+        read[name] = found
+    return _replace_columns(loaded.arrow, read)
+
+
+def check_column(table: pa.Table, name: str, what: str) -> None:
+    """Refuse a table, named `what`, without a column.
+
+    Raises:
+        ConfigError: with the names that are like it.
+    """
+    # Not `in column_names`: that is a new list each time, and a wide table has 10,000 columns.
+    if table.schema.get_field_index(name) < 0:
+        raise ConfigError(f"{what}: {describe_unknown('column', name, table.column_names)}")
+
+
+def _replace_columns(table: pa.Table, columns: Mapping[str, pa.ChunkedArray]) -> pa.Table:
+    """Return a table with some of its columns replaced, all at once: `set_column` copies the rest."""
+    names = table.column_names
+    made = [columns.get(name, old) for name, old in zip(names, table.columns, strict=True)]
+    return pa.table(made, names=names)
 
 
 def _clear_empty(column: pa.ChunkedArray) -> pa.ChunkedArray:

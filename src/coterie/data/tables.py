@@ -21,6 +21,7 @@ from coterie.data.source import InputPart, Samples, Source
 from coterie.data.table_files import (
     CsvFormat,
     Kind,
+    check_column,
     decide_types,
     follow_types,
     load_table,
@@ -129,8 +130,9 @@ class TableOptions(Configurable):
         for setting in (self.encode, self.impute, self.categories):
             if isinstance(setting, Mapping):
                 named += setting
+        known = frozenset(names)
         for name in named:
-            if name not in names:
+            if name not in known:
                 raise ConfigError(describe_unknown("column", name, names))
         for name in self.indicate:
             if name not in chosen:
@@ -313,8 +315,7 @@ def _load_tables(
     what = f"{name}: the test table"
     held = load_table(test, columns.csv_format, what)
     for one in needed:
-        if one not in held.names:
-            raise ConfigError(f"{what}: {describe_unknown('column', one, held.names)}")
+        check_column(held.arrow, one, what)
     kinds: dict[str, Kind] = {one: _find_kind(arrow[one].type) for one in needed}
     kinds.update({one: "text" for one in columns.categories if one in chosen})
     later = _ArrowTable(follow_types(held, kinds, columns.decimal), None, what)
@@ -359,8 +360,7 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
     loaded, entries = load_table(table), []
     kinds: dict[str, Kind] = {}
     for column in columns:
-        if column.name not in loaded.names:
-            raise ConfigError(f"the table: {describe_unknown('column', column.name, loaded.names)}")
+        check_column(loaded.arrow, column.name, "the table")
         kinds[column.name] = "numbers" if column.categories is None else "text"
     found = _ArrowTable(follow_types(loaded, kinds), None, loaded.what)
     for column in columns:
@@ -413,10 +413,7 @@ class _ArrowTable:
 
     def get_column(self, name: str) -> pa.ChunkedArray:
         """Return a column."""
-        if name not in self.arrow.column_names:
-            raise ConfigError(
-                f"{self.what}: {describe_unknown('column', name, self.arrow.column_names)}"
-            )
+        check_column(self.arrow, name, self.what)
         return self.arrow[name]
 
     def locate_row(self, row: int) -> str:

@@ -169,6 +169,18 @@ def test_a_wide_table_is_coded_in_few_words():
     assert read_schema(other).list_coding() != coding
 
 
+@pytest.mark.full
+@pytest.mark.timeout(60)
+def test_the_time_of_a_wide_table_grows_with_its_columns_and_not_with_their_square(tmp_path):
+    """10,000 columns of genes take two seconds; a look through all names for each took two minutes."""
+    wide = pd.DataFrame(np.zeros((6, 10_000)), columns=[f"gene {place}" for place in range(10_000)])
+    wide.assign(c="a", y=[0, 1] * 3).to_csv(tmp_path / "wide.csv", index=False)
+    made = from_table(tmp_path / "wide.csv", target="y", client="c")
+    assert TableSchema.from_federation(made).columns[-1].name == "gene 9999"
+    form = InputForm.from_federation(made)
+    assert form.prepare_inputs(wide).shape == (6, 10_000)
+
+
 @pytest.mark.parametrize(
     ("other", "equal"),
     [([1.0, 2.0], True), (["1", "2"], True), ([2, 1], False), ([1, 2.5, 2], False)],
