@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -119,6 +120,41 @@ def test_an_engine_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch):
     assert not found_by("engines")
     monkeypatch.setattr(VmapEngine, "train", wrong)
     assert "vmap engine ends" in found_by("engines")
+
+
+@pytest.mark.parametrize(
+    ("loop32", "loop64", "other64", "dtype", "expected"),
+    [
+        (0.90, 1.00, 1.00, "float32", True),  # the loop engine itself is off by 0.1
+        (0.90, 1.00, 1.05, "float32", False),  # as far in float64: no rounding is that large
+        (1.00, 1.000001, 1.000001, "float32", False),  # the loop engine is right in float32
+        (0.90, 1.00, 1.00, "float64", False),
+        (0.90, float("nan"), 1.00, "float32", False),
+    ],
+)
+def test_rounding_is_what_goes_away_in_float64_and_befalls_the_loop_engine_too(
+    loop32: float, loop64: float, other64: float, dtype: Any, expected: bool
+):
+    def run(*, dtype: Any, engine: str = "loop") -> Any:
+        value = loop64 if engine == "loop" else other64
+        return SimpleNamespace(params=torch.tensor([value], dtype=torch.float64))
+
+    whole = SimpleNamespace(params=torch.tensor([loop32]))
+    trial: Any = SimpleNamespace(settings=Settings(dtype=dtype), run=run, whole=whole)
+    assert adversary.is_rounding(trial, "vmap", gap=0.08) is expected
+
+
+def test_an_engine_that_is_wrong_in_float32_is_found(monkeypatch: pytest.MonkeyPatch):
+    right = VmapEngine.train
+
+    def wrong(self: VmapEngine, rows: torch.Tensor, *more: Any) -> torch.Tensor:
+        found = right(self, rows, *more)
+        rows.mul_(1 + 1e-2)
+        return found
+
+    monkeypatch.setattr(adversary, "ENGINES", {"loop": LoopEngine, "vmap": VmapEngine})
+    monkeypatch.setattr(VmapEngine, "train", wrong)
+    assert "vmap engine ends" in found_by("engines", {**PLAIN, "dtype": "float32", "check": False})
 
 
 def test_a_raw_error_and_a_message_of_two_lines_are_found(monkeypatch: pytest.MonkeyPatch):
