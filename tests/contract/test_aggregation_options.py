@@ -28,7 +28,7 @@ KINDS = [
     kind for kind, made in METHODS.items() if "aggregation" in inspect.signature(made).parameters
 ]
 # Each way of merging once; what the others add is where the rule is handed on.
-QUICK, MORE = {"dac", "fedavg"}, {"random", "ifca", "ditto", "pens", "sosicfl-plus"}
+QUICK = {"dac", "fedavg"}
 
 
 def order_by_krum(models: np.ndarray) -> tuple[list[int], int]:
@@ -181,7 +181,7 @@ def run(kind: str, aggregation: Any) -> torch.Tensor:
     "geometric-median",
 )
 @pytest.mark.parametrize(
-    "kind", [kind if kind in QUICK else full(kind, slow=kind not in MORE) for kind in KINDS]
+    "kind", [kind if kind in QUICK else full(kind, slow=True) for kind in KINDS]
 )
 def test_a_method_merges_by_the_rule_that_it_names(kind):
     default = inspect.signature(METHODS[kind]).parameters["aggregation"].default

@@ -101,11 +101,13 @@ def some(*more: str) -> list[Any]:
     return cases
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", some())
 def test_the_number_of_blocks_changes_nothing(tmp_path: Path, kind: str):
     compare(tmp_path, kind, [1, 3, 6], **HARD, engine="loop")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "engine"), some("vmap", "compiled"))
 @pytest.mark.filterwarnings("ignore:the vmap engine is used")
 def test_so_it_does_with_every_engine(tmp_path: Path, kind: str, engine: str):
@@ -159,6 +161,7 @@ def test_settings_of_a_run_change_nothing(tmp_path: Path, kind: str, changes: di
     compare(tmp_path, kind, sizes, engine="loop", **changes)
 
 
+@pytest.mark.full
 def test_a_run_in_blocks_goes_on_in_one_process_and_the_reverse(tmp_path: Path):
     """After the second of four rounds, while somebody has stopped already."""
     data, short, long = tiny_federation(), dict(HARD, rounds=2), dict(HARD, rounds=4)
@@ -188,7 +191,8 @@ def test_a_run_in_blocks_goes_on_in_one_process_and_the_reverse(tmp_path: Path):
         assert same(runs["whole"], runs["parted"])
 
 
-@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS)))
+@pytest.mark.full
+@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS), slow=True))
 def test_a_block_holds_its_rows_and_gets_what_its_clients_read(kind: str):
     """Of what clients remember, a row each, as long as the population where it is of all of them; and no board."""
     crews = list[ThreadBlocks]()
@@ -284,6 +288,7 @@ class Failing:
             yield crew
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["dac", "fedavg", "ifca"])
 def test_a_dead_block_costs_the_rounds_since_the_last_checkpoint(tmp_path: Path, kind: str):
     """It dies in a round drawn for the method; with a checkpoint after every round none is done twice."""

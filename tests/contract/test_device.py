@@ -142,13 +142,14 @@ def compared(
     assert there.edges.drop(columns="weight").equals(here.edges.drop(columns="weight"))
 
 
-@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS), also=["cfl"]))
+@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS), also=["cfl"], slow=True))
 def test_every_method_runs_on_a_device_as_on_a_cpu(cuda: Cuda, kind: str, tmp_path: Path):
     """With a cohort of half the clients, every metric, and a resume that ends with the same bits."""
     settings = tiny_settings(rounds=2, participation=0.5, eval_every=1, metrics=ALL_METRICS)
     compared(cuda, METHODS[kind](**SETTINGS.get(kind, {})), settings, folder=tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("kind", ["dac", "sosicfl-plus"])
 def test_every_engine_runs_on_a_device(cuda: Cuda, kind: str, engine: str):
@@ -180,6 +181,7 @@ def test_on_a_device_nothing_is_compiled_and_one_line_says_so():
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("method", "changes"),
     [
@@ -230,6 +232,7 @@ def test_what_methods_can_do_otherwise_runs_on_a_device(
     compared(cuda, method, tiny_settings(rounds=3, **changes))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("buffers", ["average", "local", "reset"])
 def test_policies_for_running_statistics_run_on_a_device(cuda: Cuda, buffers: Any):
     compared(

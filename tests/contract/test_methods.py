@@ -93,13 +93,14 @@ class Net(nn.Module):
         return self.head(self.body(x))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "options"),
     one_of_each_family([
         ("fedper", {}), ("fedrep", {"head_epochs": 2}), ("fedbn", {}),
         ("dfedalt", {"num_peers": 2, "head_epochs": 2}), ("apfl", {"adaptive": True}),
         ("pfedme", {"inner_steps": 2, "beta": 0.5}), ("per-fedavg", {"hessian": "free", "adapt_batch_size": 4}),
-    ]),
+    ], slow=True),
 )  # fmt: skip
 def test_methods_with_something_of_their_own_keep_the_contract(kind: str, options: dict[str, Any]):
     """Layers that stay at home, running statistics, and options that need more gradients."""
@@ -233,6 +234,7 @@ def test_the_page_lists_what_is_said():
     assert [row for row in listed if row not in known] == []
 
 
+@pytest.mark.full
 def test_without_its_breach_the_same_method_keeps_the_contract():
     check_method(Faithless())
 
@@ -252,7 +254,7 @@ def test_the_server_may_be_at_any_host(kind: str):
             assert torch.equal(run_grouped(federation, method, groups, server=server), whole)
 
 
-@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS)))
+@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS), slow=True))
 def test_clients_of_unequal_numbers_of_samples_depend_on_no_grouping(kind: str):
     """What a client draws does not depend on how many steps the others of its process take."""
     federation, method = tiny_federation(), METHODS[kind](**SETTINGS.get(kind, {}))
@@ -267,7 +269,7 @@ def test_clients_of_unequal_numbers_of_samples_depend_on_no_grouping(kind: str):
     assert torch.equal(run_grouped(unequal, method, groups, settings=settings), whole)
 
 
-@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS)))
+@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS), slow=True))
 def test_engines_agree(kind: str):
     """Three rounds with each engine end where the loop engine does: 1e-10 in float64, 1e-4 relative in float32.
 
@@ -304,7 +306,8 @@ STRICT = {"acceptance": {"worse": 1.0, "clip": 0.5, "samples": 0.5}}
 """Rules so strict that something is refused and clipped in every run."""
 
 
-@pytest.mark.parametrize("kind", one_of_each_family(PEERS))
+@pytest.mark.full
+@pytest.mark.parametrize("kind", one_of_each_family(PEERS, slow=True))
 def test_a_method_whose_clients_judge_each_other_depends_on_no_grouping(kind: str):
     """No method has a line about it; hosting one client or all gives the same bits."""
     method, data = METHODS[kind](**SETTINGS.get(kind, {})), tiny_federation()

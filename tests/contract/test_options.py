@@ -20,6 +20,7 @@ def test_every_value_of_every_option_has_a_test():
     assert not lacking, "\n".join([advice, *lacking])
 
 
+@pytest.mark.full
 def test_marks_name_options_and_values_that_there_are():
     """An option that was renamed takes its mark with it."""
     known = options()

@@ -36,12 +36,13 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", first_only(METHODS))
+@pytest.mark.full
+@pytest.mark.parametrize("name", first_only(METHODS, slow=True))
 def test_option_keeps_the_contract(name):
     check_method(METHODS[name])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", [Dac(num_peers=2, similarity="cos_grad"), PanmGrad(num_peers=2, num_candidates=2)]
 )

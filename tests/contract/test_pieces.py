@@ -104,7 +104,8 @@ def divided(received):
     return received.models.mean(0) / 0.0
 
 
-@pytest.mark.parametrize("rule", first_only([median, by_samples]))
+@pytest.mark.full
+@pytest.mark.parametrize("rule", first_only([median, by_samples], slow=True))
 def test_an_aggregation_rule_that_keeps_its_promises_passes(rule):
     check_aggregation(rule)
 
@@ -114,7 +115,7 @@ def test_a_rule_by_similarity_is_checked_with_dac():
     check_aggregation(by_similarity, similarity=True)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_whether_the_order_counts_is_the_rules_affair():
     check_aggregation(last, relabel=False)
 
@@ -146,6 +147,7 @@ def test_a_broken_aggregation_rule_is_told_what_it_breaks(rule, said):
         check_aggregation(rule)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind", ["random", "fix-topology", "oracle", "dac", "fedavg", "fedprox", "ditto"]
 )
@@ -224,12 +226,13 @@ def undefined(known):
     return known.noise * torch.nan
 
 
-@pytest.mark.parametrize("rule", first_only([uniform, curious, nobody]))
+@pytest.mark.full
+@pytest.mark.parametrize("rule", first_only([uniform, curious, nobody], slow=True))
 def test_a_selection_rule_that_keeps_its_promises_passes(rule):
     check_selection(rule)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_graph_by_ids_is_allowed_where_it_is_said():
     check_selection(ring, relabel=False)
 
@@ -563,6 +566,7 @@ def check_broken_model(breaks):
     check_model(NamedModel(f"{made.__module__}:made", {"breaks": breaks}), engines=("loop",))
 
 
+@pytest.mark.full
 def test_a_model_that_keeps_its_promises_passes_and_is_told_what_runs_it():
     said = check_model(f"{Net.__module__}:Net", engines=("loop", "vmap"))
     assert said["loop"].startswith("loop, one client after another")

@@ -62,6 +62,7 @@ def changed(kind: str) -> dict[str, Any]:
     return SETTINGS.get(kind, {})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", first_only(["dac", "ifca"]))
 def test_methods_keep_the_contract_when_a_part_is_shared(kind: str):
     """Any hosting, resumed runs, small cohorts, peers that are silent: with every check of `coterie.testing`."""
@@ -71,7 +72,8 @@ def test_methods_keep_the_contract_when_a_part_is_shared(kind: str):
     )
 
 
-@pytest.mark.parametrize("kind", one_of_each_family(EXCHANGING))
+@pytest.mark.full
+@pytest.mark.parametrize("kind", one_of_each_family(EXCHANGING, slow=True))
 def test_the_result_is_the_same_for_any_hosting(kind: str):
     federation, method = tiny_federation(), METHODS[kind](**changed(kind))
     settings = tiny_settings(shared=PATTERNS["scattered"], engine="loop", rounds=3)

@@ -63,6 +63,7 @@ class Torn(InProcess):
         return found if isinstance(found, Missing) else found[:-1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

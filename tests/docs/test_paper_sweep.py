@@ -12,7 +12,7 @@ import pytest
 PAGE = Path(__file__).resolve().parents[2] / "docs/tutorials/paper-sweep.md"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_one_file_and_three_commands_make_the_figure_and_the_table(tmp_path):
     """Three methods by three values in each, over three seeds; the table is LaTeX with intervals."""
     name, file, commands = re.search(

@@ -37,6 +37,7 @@ def test_every_public_name_that_the_page_on_python_lists_is_there(site):
     assert [name for name in named if f'id="{name}"' not in page] == []
 
 
+@pytest.mark.full
 def test_formulas_are_shown_without_a_script(site):
     page = (site / "reference/methods.html").read_text(encoding="utf-8")
     assert "<math" in page
@@ -56,6 +57,7 @@ def test_no_page_loads_anything_from_another_machine(site):
     assert {name: urls for name, urls in found.items() if urls} == {}
 
 
+@pytest.mark.full
 def test_the_search_works_where_the_pages_are_opened_from_disk(site, browser):
     """What a reader would do: open a page of a folder, and type. Browsers start no worker there."""
     from selenium.webdriver.support.ui import WebDriverWait

@@ -111,6 +111,7 @@ def test_methods_keys_and_bounds_are_the_nodes_and_the_strangers():
     assert "`<first 32 digits>.<last 32 digits>.coterie`" in links
 
 
+@pytest.mark.full
 def test_the_page_of_messages_is_up_to_date_and_has_every_method():
     page = wire.page()
     assert (ROOT / "docs/reference/wire-messages.md").read_text() == page, "run make docs"

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.selection import full
 
 import coterie
 from coterie._util import manifest
@@ -145,7 +146,7 @@ def screenshot(browser, path):
     browser.set_window_size(1200, 1400)
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("theme", ["light", full("dark", slow=True)])
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_view_draws_without_an_error_or_a_request(browser, study, artifacts, view, theme):
     """From disk: something is drawn in every chart, the console is silent, and only the file itself was asked for."""
@@ -289,6 +290,7 @@ def test_pairs_are_shown_with_intervals_and_in_words(browser, study):
     assert logs(browser)[0] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("link", "view", "shown", "said"),
     [
@@ -316,7 +318,9 @@ def test_links_into_the_page_open_what_they_name(browser, study, link, view, sho
         assert logs(browser)[0] == []
 
 
-@pytest.mark.parametrize("planted", ["none known", "a single one"])
+@pytest.mark.parametrize(
+    "planted", ["none known", pytest.param("a single one", marks=pytest.mark.slow)]
+)
 def test_a_report_without_planted_clusters_does_not_speak_of_them(browser, tmp_path, planted):
     """No word of clusters in any view, nor in what screen readers are told."""
     text = "\n".join(line for line in STUDY.splitlines() if not line.startswith("shift"))
@@ -604,6 +608,7 @@ def test_a_broken_run_folder_gets_a_page_that_says_so(browser, study, tmp_path):
     assert logs(browser)[0] == []
 
 
+@pytest.mark.slow
 def test_the_live_page_follows_a_run_without_reloading(browser, tmp_path, artifacts):
     """A real run, held until the page has seen it; what the reader chose stays; the run ends and starts again."""
     (tmp_path / "browser.toml").write_text(STUDY)
@@ -681,6 +686,7 @@ def spent(browser):
     return next(one["value"] for one in metrics if one["name"] == "TaskDuration")
 
 
+@pytest.mark.slow
 def test_a_thousand_clients_open_and_react_within_two_seconds(browser, tmp_path, artifacts):
     """A real run of 1,000 clients: the page opens, and every view, the slider, sorting and a client answer in time.
 

@@ -120,7 +120,7 @@ def whole(tmp_path_factory) -> Path:
     return folder / "runs" / "tiny"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_study_that_goes_on_to_the_same_bytes(tmp_path, whole):
     (tmp_path / "tiny.toml").write_text(TINY)
     process = start(tmp_path, "run", "tiny.toml", "--workers", "1")
@@ -149,7 +149,7 @@ def test_kill_9_leaves_a_study_that_goes_on_to_the_same_bytes(tmp_path, whole):
     assert results(tmp_path / "runs/tiny") == results(whole)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_file_that_cannot_grow_is_one_line_and_the_study_goes_on_later(tmp_path, whole):
     """As on a full disk: every write beyond 4 kB fails, until the limit is lifted."""
     (tmp_path / "tiny.toml").write_text(TINY)

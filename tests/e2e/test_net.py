@@ -64,7 +64,7 @@ def judging(study: config.StudyConfig) -> config.StudyConfig:
     return config.parse_study_text(config.format_study(study), overrides=["acceptance=true"])
 
 
-@pytest.mark.parametrize("label", [full("dac"), full("fedavg"), full("ifca", slow=True)])
+@pytest.mark.parametrize("label", [full("dac"), full("fedavg", slow=True), full("ifca", slow=True)])
 def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, port, label):
     """The same peers, weights, bytes and metrics in every round, whether four processes or one.
 
@@ -98,7 +98,7 @@ def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, port, label):
         assert table(joined[name]).equals(table(pd.read_parquet(run / f"{name}.parquet")))
 
 
-@pytest.mark.parametrize("label", [full("dac"), full("fedavg", slow=True), full("ifca", slow=True)])
+@pytest.mark.parametrize("label", [full(kind, slow=True) for kind in ("dac", "fedavg", "ifca")])
 def test_a_member_that_joins_late_ends_with_the_bytes_of_the_simulation(tmp_path, port, label):
     """Three nodes end their run; the process of a fourth starts only then, and its results are the simulation's.
 

@@ -202,6 +202,7 @@ def test_own_pieces_are_swept_and_tuned(place):
     assert folders == ["width=2", "width=3"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", ["model.options.width=6", "data.shift=[{kind='own_pieces:Film', every=3}]",
                                     "methods.own.aggregation=own_pieces:median"])  # fmt: skip
 def test_a_study_with_another_own_piece_is_another_study(change, place):

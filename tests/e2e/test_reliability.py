@@ -33,7 +33,7 @@ kind = "local"
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_damage_ends_in_the_right_bytes_or_in_one_clear_line():
     rows = reliability.corruptions(32, seed=101)
     bad = [row for row in rows if row["outcome"].isupper()]

@@ -25,9 +25,10 @@ METRICS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:the loop engine is used")
 @pytest.mark.parametrize(
-    "name", [full(path.stem) if path.stem in LONG else path.stem for path in EXAMPLES]
+    "name", [full(path.stem, slow=True) if path.stem in LONG else path.stem for path in EXAMPLES]
 )
 def test_an_example_trains_its_task(name, capsys):
     path = ROOT / "examples" / f"{name}.py"

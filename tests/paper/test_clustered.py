@@ -319,6 +319,7 @@ def test_cfl_splits_two_opposite_groups_exactly():
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("participation", ["full", "partial"])
 def test_a_second_split_keeps_global_ids(participation: str):
     """Three interleaved groups need two splits; positions inside the first child are not client ids."""
@@ -333,6 +334,7 @@ def test_cfl_does_not_split_one_group():
     assert len(loop.state.shared.models) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [

@@ -398,7 +398,7 @@ def test_dfedalt_trains_the_head_before_the_body_between_its_exchanges():
     torch.testing.assert_close(again.state.params, mixed, rtol=0, atol=1e-12)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_fedrep_finds_the_representation_that_clients_share():
     """The paper's claim: with heads of their own, clients find the subspace together that none can find alone.
 

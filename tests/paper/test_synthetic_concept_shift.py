@@ -63,6 +63,7 @@ def test_oracle_reaches_the_least_squares_error_and_random_is_far_worse_than_loc
     assert all(r > 3 * alone for r, alone in zip(random, local, strict=True))
 
 
+@pytest.mark.full
 def test_inverse_loss_finds_the_clusters():
     """Item 40 with inverse loss: far better than Random, and with FedSim at Oracle's level.
 
@@ -80,6 +81,7 @@ def test_inverse_loss_finds_the_clusters():
     assert mean([error for error, _ in fedsim]) < 1.05 * oracle
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("metric", ["cos_weight", "cos_grad"])
 def test_cosines_do_as_well_as_the_oracle(metric):
     """Item 40: within 5 % of Oracle; after 20 rounds more than nine in ten pulls stay within the cluster."""

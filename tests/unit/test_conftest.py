@@ -189,6 +189,7 @@ def ended(tmp_path_factory):
     return outcomes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", SKIPPING)
 def test_what_is_absent_skips_a_test_and_fails_it_where_ci_says_that_everything_is_there(
     ended, name

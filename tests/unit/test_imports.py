@@ -55,6 +55,7 @@ def test_a_circle_is_found():
     assert circles({"a": ["b"], "b": ["c"], "c": [], "a.d": ["a"]}) == []
 
 
+@pytest.mark.full
 def test_the_picture_of_the_design_is_that_of_the_imports():
     assert PICTURE.read_text("utf-8") == picture(), "run make docs"
 

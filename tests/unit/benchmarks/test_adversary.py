@@ -49,6 +49,7 @@ def test_every_setting_is_drawn_by_its_annotation_or_says_how():
     assert not missing, f"say in benchmarks.combinations.TABLES how to draw {missing}"
 
 
+@pytest.mark.full
 def test_everything_in_the_registries_is_drawn():
     cases = [combinations.draw_case(number) for number in range(3000)]
     text = json.dumps(cases)

@@ -74,6 +74,7 @@ def test_a_run_ends_with_the_tables_and_the_paths(coterie, tmp_path):
     assert "Gossip, seed 0: round 2/2" in err
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("figure", "message"),
     [
@@ -127,6 +128,7 @@ def test_a_scaled_study_says_so(coterie):
     assert "Rounds were scaled by 0.5" in out
 
 
+@pytest.mark.full
 def test_a_stored_study_goes_on_is_refused_with_other_settings_and_overwritten(coterie, tmp_path):
     assert run(coterie)[0] == 0
     status, out, err = run(coterie, "--set", "rounds=1")
@@ -266,6 +268,7 @@ def accuracy(study, label, seed):
     return float(table.loc[final, "value"].mean())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "command",
     [
@@ -431,6 +434,7 @@ def test_list_names_a_damaged_study_beside_the_others(coterie, lacking):
         assert "config.toml is damaged" in err
 
 
+@pytest.mark.full
 def test_list_and_show_tell_of_what_was_run(coterie):
     assert "no study in runs" in coterie("list")[1]
     run(coterie, "--quiet")
@@ -512,6 +516,7 @@ finally:
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments", ["--help", "--version", "methods", "methods dac", "studies", "studies dac/tau"]
 )
@@ -582,6 +587,7 @@ def test_every_command_explains_itself(coterie, command):
     assert "Usage" in out
 
 
+@pytest.mark.full
 def test_a_renamed_study_is_shown_listed_compared_reported_and_resumed(coterie, tmp_path):
     assert run(coterie, "--quiet")[0] == 0
     shown = coterie("show", "runs/tiny")[1]
@@ -611,7 +617,7 @@ def test_a_label_of_any_script_is_set_on_the_command_line(coterie, tmp_path):
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_names_that_a_terminal_cannot_write_are_spelled_out(coterie, tmp_path):
     """With ASCII for an encoding: other letters are written by their numbers, and nothing fails."""
     assert run(coterie, "--quiet", "--set", "methods.gossip.label=Größe")[0] == 0
@@ -623,6 +629,7 @@ def test_names_that_a_terminal_cannot_write_are_spelled_out(coterie, tmp_path):
     assert rb"Gr\xf6\xdfe" in done.stdout
 
 
+@pytest.mark.full
 def test_published_models_are_attacked(coterie, tmp_path):
     """Of a study file and of a folder of results: a table, JSON in a file, one line for a mistake."""
     quick = ("--set", "engine=vmap", "--set", "rounds=1", "--shadows", "6", "--quiet")

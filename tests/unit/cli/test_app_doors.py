@@ -228,6 +228,7 @@ def test_names_with_line_breaks_and_escape_codes_are_shown_on_one_line(coterie, 
     assert refused(coterie("show", "no\nstudy\x1b[31m"), "no study [31m")
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.* is missing; the run goes on from:UserWarning")
 @pytest.mark.parametrize(
     "name",

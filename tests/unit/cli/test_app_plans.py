@@ -90,6 +90,7 @@ def test_a_sweep_that_was_stopped_shows_what_is_there(coterie, stopped_sweep):
         assert "no finished run: local" in out.replace("\n", " ")
 
 
+@pytest.mark.full
 def test_a_sweep_that_was_stopped_goes_on_also_in_a_moved_folder(coterie, stopped_sweep):
     Path("elsewhere").mkdir()
     shutil.move("runs/tiny", "elsewhere/other")
@@ -115,6 +116,7 @@ def test_a_sweep_of_which_no_run_has_begun_is_shown_as_such(coterie, stopped_swe
     assert coterie("show", "runs/tiny", "--clients", "--json")[1] != ""
 
 
+@pytest.mark.full
 def test_a_tuning_that_was_stopped_is_listed_shown_and_resumed_by_its_folder(coterie, stop_in_run):
     Path("tiny.toml").write_text(STUDY)
     given = ("tune", "tiny.toml", "-g", "lr=0.01,0.02", "--widenings", "0", "-w", "1")

@@ -146,7 +146,7 @@ def test_a_study_leaves_the_bytes_of_this_machine(cluster, tmp_path):
     assert over.sent.lost == 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_worker_that_dies_costs_the_rounds_since_its_last_checkpoint(
     cluster, tmp_path, monkeypatch
 ):
@@ -193,6 +193,7 @@ def test_a_worker_that_always_dies_is_given_up(cluster):
         list(RayRuns(retries=1)(die, ["one"], 1, print))
 
 
+@pytest.mark.slow
 def test_the_error_of_a_job_is_that_of_this_machine_and_ends_the_others(cluster):
     def refuse(job, emit):
         raise ConfigError(f"{job} is refused")

@@ -100,7 +100,7 @@ def test_a_study_as_jobs_leaves_the_bytes_of_this_machine(jobs, tmp_path):
     assert [one.state for one in load_statuses(tmp_path / "there/tiny")] == ["done", "done"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_array_of_slurm_leaves_the_bytes_of_this_machine(partition, tmp_path):
     """One array for all runs, with what the place says; a method in a file beside the study, in another folder."""
     study = config.parse_study_text(STUDY)
@@ -255,6 +255,7 @@ def test_a_process_of_this_machine_is_over_when_it_has_ended():
     assert not slurm.is_over("local:nobody")
 
 
+@pytest.mark.full
 def test_each_state_of_a_run_is_told_with_its_reason(tmp_path, monkeypatch):
     study = config.parse_study_text(STUDY.replace("seeds = [0]", "seeds = [0, 1, 2]"))
     run_study(config.parse_study_text(STUDY), out=tmp_path)

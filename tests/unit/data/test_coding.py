@@ -140,6 +140,7 @@ def test_what_cannot_be_learned_or_is_too_much_is_said():
         code_targets([[0, 1]], 3, ["a", "b"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", [[0, 1], [1, 2], [10, 20], [7, 100000], ["no", "yes"], [-1, 1]])
 def test_the_coding_of_two_classes_changes_no_number(first):
     """Metrics of the same samples, whatever the two labels are called."""

@@ -351,7 +351,7 @@ def test_cifar100_has_its_coarse_labels_as_a_column(data_dir):
     assert pairs.shape[1] == 100  # each class has one superclass
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_hundred_clients_of_cifar10_by_label_groups(data_dir):
     groups = [[0, 1, 8, 9], [2, 3, 4, 5, 6, 7]]
     config = DataConfig(

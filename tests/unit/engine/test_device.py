@@ -89,9 +89,13 @@ def test_tasks_and_simulations_refuse_it_before_they_begin(machine, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("device", "said"),
-    first_only([("cuda", "device is 'cuda', but"), ("graphics", "device is 'graphics'; expected")]),
+    first_only(
+        [("cuda", "device is 'cuda', but"), ("graphics", "device is 'graphics'; expected")],
+        slow=True,
+    ),
 )
 def test_the_command_line_says_it_in_one_line_and_ends_with_2(device, said, tmp_path):
     if device == "cuda" and torch.cuda.is_available():

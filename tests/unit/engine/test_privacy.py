@@ -86,6 +86,7 @@ def test_a_step_is_that_of_the_paper(engine):
     assert info["train_samples"].tolist() == info["train_samples"].clamp(max=12 * 3).tolist()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("model", ["linear", Custom])
 def test_engines_agree(model, optimizer):
@@ -121,6 +122,7 @@ def test_engines_agree_on_augmented_images():
         torch.testing.assert_close(params, ends[0], rtol=0, atol=1e-10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_who_is_hosted_beside_changes_no_bit(engine):
     settings = replace(tiny_settings(rounds=2), local=SGD, engine=engine, evaluate="final")
@@ -142,6 +144,7 @@ def test_a_block_may_host_none_of_the_clients_of_a_round():
     assert torch.equal(whole, apart)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_step_by_step_is_train(engine, optimizer):

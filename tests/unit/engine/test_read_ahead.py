@@ -109,6 +109,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["loop", "compiled"])
 @pytest.mark.parametrize("option", list(OPTIONS))
 @pytest.mark.usefixtures("small_reads")
@@ -133,6 +134,7 @@ def test_noise_belongs_to_the_sample_and_not_to_where_it_lies(engine: str, tmp_p
     require_equal(found, run_bytes(inside, "numbers", engine, LOCAL["numbers"]))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
 def test_unequal_clients_without_padding_give_the_same_bytes(
     engine: str, monkeypatch: pytest.MonkeyPatch
@@ -223,7 +225,7 @@ print(float(run.params.double().sum()), data.compute_fingerprint())
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are those of Linux")
 @pytest.mark.parametrize("engine", ["loop", "compiled"])
 def test_data_larger_than_the_memory(engine: str, tmp_path: Path) -> None:

@@ -220,9 +220,12 @@ print(*sorted({"torch._dynamo", "sympy"} & set(sys.modules)))
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("engine", "optimizer"),
-    first_only([("compiled", "adam"), ("loop", "adam"), ("vmap", "sgd"), ("vmap", "adam")]),
+    first_only(
+        [("compiled", "adam"), ("loop", "adam"), ("vmap", "sgd"), ("vmap", "adam")], slow=True
+    ),
 )
 def test_a_process_that_trains_loads_neither_pytorchs_compiler_nor_sympy(engine, optimizer):
     """Each takes more than a second, and nothing of them is used."""

@@ -56,6 +56,7 @@ def task(engine="vmap", model="linear", **kwargs):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("local", LOCALS.values(), ids=LOCALS)
 def test_step_by_step_is_train(engine, local):
@@ -152,6 +153,7 @@ def test_only_some_parameters_move(chosen, local):
     torch.testing.assert_close(params, inner.detach(), rtol=0, atol=1e-12)
 
 
+@pytest.mark.full
 def test_state_that_is_kept_between_rounds_goes_on():
     """Steps of a part too: two rounds of one step are two steps of one optimizer."""
     local = replace(SGD, steps=1, lr=1.0, momentum=0.5, persistent_client_optimizer=True)

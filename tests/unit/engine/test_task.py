@@ -67,6 +67,7 @@ def ragged():
     return replace(federation, split=split)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
 def test_two_threads_train_and_measure_with_one_task_at_once(engine):
     """From two models, ten times each: the bits are those of one thread that does it alone."""
@@ -129,6 +130,7 @@ class Residual(nn.Module):
         return self.head((self.second(h) + h[..., 1:-1, 1:-1]).mean((2, 3)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", [Residual, Custom, "mlp-c"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_block_changes_no_bit(model, dtype, loss_table):

@@ -71,6 +71,7 @@ def test_a_plain_training_of_a_block_uploads_three_tables_and_downloads_two():
     assert crossings.kinds() == {"upload": 3, "download": 2}, str(crossings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["vmap", "loop"])
 @pytest.mark.parametrize("work", ["measure", "evaluate", "score", "evaluate_by_class"])
 def test_a_measurement_crosses_as_often_in_one_piece_as_in_many(

@@ -257,6 +257,7 @@ def simulate_interactions(truth: Tensor, rounds: int, gap: float) -> Tensor:
     return matrix
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("groups", [(50, 50), (90, 10)])
 def test_two_loss_levels_are_recovered_from_columns(groups: tuple[int, int]):
     """After 4,000 simulated rounds the columns of P hold the planted groups, equal or not: Rand 1."""

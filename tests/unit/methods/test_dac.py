@@ -498,6 +498,7 @@ def estimated(before, read, measured, *, pick, relay, scope):
     return torch.from_numpy(similarity), torch.from_numpy(status)
 
 
+@pytest.mark.full
 @pytest.mark.option("Dac.two_hop", True, False)
 @pytest.mark.option("PublishedDacNoTwoHop.two_hop", False)
 @pytest.mark.option("PublishedDac.two_hop_pick", "most", "least")

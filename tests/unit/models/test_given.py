@@ -330,6 +330,7 @@ LAZY = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("what", LAZY)
 def test_lazy_layers_are_materialized(what, engine, tmp_path):

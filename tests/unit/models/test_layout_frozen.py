@@ -134,6 +134,7 @@ def test_engines_agree(make, features):
     assert torch.allclose(found["compiled"], found["loop"], rtol=0, atol=1e-10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", first_only(["compiled", "loop", "vmap"]))
 def test_the_result_of_a_client_depends_on_nobody_beside_it(engine):
     """Frozen weights are shared by all clients of a block: a product with them must not be one for all clients."""

@@ -79,6 +79,7 @@ def weights_of(pack):
     return net
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_entry_is_trained_scored_and_predicted_as_the_tensor_itself(data, engine, subtests):
     plain = train(data, weights_of(PACKED["a tensor"][0]), engine)
@@ -195,6 +196,7 @@ def test_two_names_for_the_output_contradict_each_other(data):
         train(data, model, output=0)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(find_spec("onnxscript") is None, reason="the extra onnx is not installed")
 @pytest.mark.parametrize(
     "what", ["an object with logits", "a place in a tuple", "a named dict entry"]

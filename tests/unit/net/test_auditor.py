@@ -324,6 +324,7 @@ FIELDS = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("value", [None, -1, "x", [], {}, 1e308, {"n1": 3}], ids=str)
 def test_no_value_of_a_field_makes_it_fall_over(logs, field, value):

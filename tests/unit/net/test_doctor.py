@@ -78,6 +78,7 @@ def test_a_study_that_is_not_the_rosters_and_an_address_in_use_are_found(tmp_pat
         ]
 
 
+@pytest.mark.full
 def test_a_device_that_is_not_here_ends_the_examination_and_one_that_is_here_is_told(
     tmp_path, port
 ):

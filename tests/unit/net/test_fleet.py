@@ -33,6 +33,7 @@ methods = [{ kind = "local", label = "L" }]
 """
 
 
+@pytest.mark.full
 def test_the_study_of_nodes_and_their_simulation_can_be_read(tmp_path):
     """What was written says what is there: both runs, in a study that is whole."""
     study = config.parse_study_text(STUDY).select_run("L", 0)

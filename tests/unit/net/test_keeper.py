@@ -170,6 +170,7 @@ def life(node: Node) -> str:
     return ""
 
 
+@pytest.mark.full
 def test_a_member_that_is_removed_is_read_by_nobody_from_the_next_round_on(run, organizer):
     """In round 2 every node gets the roster without n3: its client keeps its id, and the others end as four would."""
     nodes = [run.node(f"n{i}") for i in range(4)]

@@ -64,6 +64,7 @@ def test_metrics_are_read_under_this_machines_name(port, name):
     assert ask(port, "/other", f"{name}:{port}")[0] == 404
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", ""]
 )

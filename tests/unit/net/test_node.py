@@ -187,6 +187,7 @@ def test_nodes_end_with_the_same_bits_as_the_simulation(networks, kind, options)
         assert torch.equal(models.load_row(i), run.models.load_row(i))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", first_only(["dac", "panm-grad"]))
 def test_nodes_judge_what_they_receive_as_the_simulation_does(networks, kind):
     """The same refusals, quarantines and clipped weights, with rules so strict that there are some."""
@@ -219,9 +220,10 @@ SHARED += [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "options"),
-    first_only(SHARED),
+    first_only(SHARED, slow=True),
     ids=[" ".join([k, *map(said, o.values())]) for k, o in SHARED],
 )
 def test_nodes_that_share_a_part_end_with_the_same_bits_as_the_simulation(networks, kind, options):
@@ -277,6 +279,7 @@ def test_noise_of_private_training_is_of_the_node_alone(networks):
     assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shared", first_only([[], ["1.weight"]]))
 def test_clients_that_stop_early_end_with_the_same_models_as_in_the_simulation(networks, shared):
     """Who stopped is done and goes on answering; the others read its best model to the end."""
@@ -302,6 +305,7 @@ def crash_in(node: Node, round: int) -> None:
     intercept_training(node.loop, fail)
 
 
+@pytest.mark.full
 def test_a_node_that_is_killed_comes_back_and_the_run_can_be_replayed(networks):
     """It fails in round 1 with its message published, restarts from its checkpoint, catches up and takes part again.
 
@@ -651,7 +655,8 @@ JOINING: list[tuple[str, dict[str, Any]]] = [
 JOINING += [("dac", STOPS), ("dac", {"acceptance": True})]
 
 
-@pytest.mark.parametrize(("kind", "settings"), first_only(JOINING))
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "settings"), first_only(JOINING, slow=True))
 def test_two_members_join_late_whatever_is_shared_and_tested(late_networks, kind, settings):
     network = late_networks(kind, SMALL.get(kind, {}), late=[1, 4], **settings)
     network.run()
@@ -769,8 +774,9 @@ UNDETERMINED = {"sosicfl", "sosicfl-all", "sosicfl-plus"}
 """What they send depends on the model and the stage, and the ledger says so (see test_traffic)."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", one_of_each_family(sorted(METHODS.keys() - UNDETERMINED - {"pooled"}))
+    "kind", one_of_each_family(sorted(METHODS.keys() - UNDETERMINED - {"pooled"}), slow=True)
 )
 def test_counted_bytes_are_within_half_a_percent_of_the_ledgers_prediction(tmp_path, kind):
     """Six nodes with a model of 16,003 numbers, two rounds: what they count on the wire, envelopes included."""
@@ -806,6 +812,7 @@ class Adapted(nn.Module):
         return self.head(self.pool(torch.tanh(self.base(x) + self.up(self.down(x)))))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "models"), [("random", 6 * 1 * 2), ("fedavg", 5 * (2 * 2 + 3))])
 def test_adapters_on_a_frozen_layer_cost_their_own_bytes_on_the_wire(tmp_path, kind, models):
     """Of 96,067 numbers 32,004 are shared: 4 bytes each, once a read; the ledger predicts it to half a percent.
@@ -962,6 +969,7 @@ def flipped(parts: list[tuple[bytes, bytes]], draw: random.Random) -> list[tuple
     return [*parts[:place], (bytes(part[0]), bytes(part[1])), *parts[place + 1 :]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["random", "dac"])
 def test_damaged_messages_are_to_a_run_as_if_they_had_not_come(networks, kind):
     """Every fifth message has one bit changed; the simulator, told only which ones came, ends with the same bits."""
@@ -987,6 +995,7 @@ def test_damaged_messages_are_to_a_run_as_if_they_had_not_come(networks, kind):
         assert torch.equal(node.loop.tracker.best[0], loop.tracker.best[number])
 
 
+@pytest.mark.full
 def test_a_servers_damaged_answers_are_asked_for_again(networks):
     """The first time that each answer is sent it has one bit changed; the run ends with the simulation's bits."""
     network = networks("fedavg")

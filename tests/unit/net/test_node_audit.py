@@ -106,6 +106,7 @@ def simulated(plan: RunSpec):
     return simulate(FEDERATION, plan.method, model="linear", settings=plan.settings, seed=plan.seed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["dac", "fedavg"])
 def test_the_logs_of_all_nodes_are_whole_and_agree(nodes, kind):
     """And the run is what it is without them."""
@@ -130,6 +131,7 @@ def test_the_logs_of_all_nodes_are_whole_and_agree(nodes, kind):
         assert told == read
 
 
+@pytest.mark.full
 def test_models_that_a_client_refuses_and_its_quarantine_are_written_down(nodes):
     network = nodes("dac", acceptance={"worse": 1.0, "clip": 0.5})
     network.run()
@@ -153,6 +155,7 @@ def test_models_that_a_client_refuses_and_its_quarantine_are_written_down(nodes)
     ) == len(told)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "number"), [("checkpoint", 3), ("audit", 3), ("audit", 40), ("journal", 5)]
 )

@@ -295,6 +295,7 @@ def test_the_command_says_what_is_established_in_words(five):
     assert "\x1b" not in shown
 
 
+@pytest.mark.full
 def test_fewer_pairs_by_a_metric_and_a_baseline(five):
     (content,) = json.loads(told("compare", five, "--json"))
     whole = {frozenset((pair["method_a"], pair["method_b"])): pair for pair in content["pairs"]}

@@ -122,6 +122,7 @@ def swept(tmp_path, write_run, final_rows, listed):
     return tmp_path
 
 
+@pytest.mark.full
 def test_sensitivities_have_a_panel_for_each_study_and_way_of_averaging(swept, tmp_path):
     """Figure 8 is the label shifts, figure 9 the others: different studies, different panels."""
     table = numbers(figures.plot([swept], "similarity-8", out=tmp_path / "8.svg"))

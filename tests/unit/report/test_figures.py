@@ -19,6 +19,7 @@ def numbers(path):
     return pd.read_csv(path.with_suffix(".csv"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("figure", ["curves", "heatmap", "bars", "clients", "graph"])
 @pytest.mark.parametrize("format", figures.FORMATS)
 def test_every_kind_is_drawn_in_every_format(population, tmp_path, figure, format):
@@ -29,6 +30,7 @@ def test_every_kind_is_drawn_in_every_format(population, tmp_path, figure, forma
     assert len(numbers(path)) > 0
 
 
+@pytest.mark.full
 def test_the_same_runs_give_the_same_bytes(population, tmp_path):
     """No time of day and no random id: figures can be kept under version control."""
     for format in figures.FORMATS:

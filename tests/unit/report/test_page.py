@@ -50,6 +50,7 @@ def test_accessibility_attributes_exist():
     assert set(re.findall(r"aria-([a-z]+)", text)) <= known | {"valuetext"}
 
 
+@pytest.mark.full
 def test_numbers_of_the_page_are_those_of_the_summary(population):
     """Every mean, in its row and in the order of the columns, for both metrics."""
     tables = Tables(page.write_report(population).read_text()).tables

@@ -37,6 +37,7 @@ def test_the_page_is_served_at_the_address_that_is_printed(watch):
     assert "63.75" in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "path", ["/", "/?token=", "/?token=wrong", "/data", "/data?token=wrong", "/?token=%ff"]
 )
@@ -53,6 +54,7 @@ def test_another_host_name_is_refused_though_the_token_is_right(watch):
     assert ask(watch, f"/?token={watch.token}", host=f"localhost:{watch.port}")[0] == 200
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
 def test_nothing_can_be_changed_through_it(watch, method):
     """Only reading is implemented."""

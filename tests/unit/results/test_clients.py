@@ -48,6 +48,7 @@ kind = "local"
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("clients", [3, 12, 13])
 def test_a_dozen_named_clients_are_shown_and_more_when_asked_for(tmp_path, clients):
     data = tiny_federation(num_clients=clients)

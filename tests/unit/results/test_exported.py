@@ -43,6 +43,7 @@ def models():
     return run.models
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_file_of_the_model_is_kept(models, tmp_path, format):
     for samples in (None, tiny_federation().x[2, :5]):
@@ -69,6 +70,7 @@ def test_a_file_of_another_model_is_refused_and_not_kept(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not ONNX, reason="the extra onnx is not installed")
 @pytest.mark.parametrize("drawn", [True, False])
 def test_a_graph_of_another_model_is_refused_and_not_kept(models, tmp_path, monkeypatch, drawn):

@@ -80,6 +80,7 @@ def test_what_would_not_be_smaller_is_kept_as_it_is():
         assert _compact.pack_table("t", table) == ({"t": table}, None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["dac", "panm-loss"])
 def test_a_run_goes_on_from_small_tables_to_the_same_bytes(kind, monkeypatch, tmp_path):
     """With tables of any size made smaller: a run of four rounds, and one of two that goes on, leave the same files."""
@@ -105,6 +106,7 @@ def test_a_run_goes_on_from_small_tables_to_the_same_bytes(kind, monkeypatch, tm
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes()
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_whole_tables_is_read_too(monkeypatch, tmp_path):
     """As those from before tables were made smaller."""
     settings, model = tiny_settings(rounds=2, engine="loop"), "linear"

@@ -43,7 +43,8 @@ def epsilons(run):
     return torch.tensor(rows.sort_values("client")["value"].to_numpy())
 
 
-@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS)))
+@pytest.mark.full
+@pytest.mark.parametrize("kind", one_of_each_family(sorted(METHODS), slow=True))
 def test_every_method_says_what_is_not_covered(kind, monkeypatch):
     """Whoever asks the task for losses or labels in a round, or sends losses, declares it; others do not."""
     method = METHODS[kind](**({"endpoints": 3, "regions": 2} if kind.startswith("sosicfl") else {}))
@@ -116,6 +117,7 @@ def test_the_report_and_the_terminal_show_epsilon(tmp_path, capsys):
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["dac", "pfedme"])
 def test_a_killed_run_ends_with_the_same_bytes(kind, tmp_path):
     settings = replace(SETTINGS, checkpoint_seconds=0.0)
@@ -146,6 +148,7 @@ def test_a_killed_run_ends_with_the_same_bytes(kind, tmp_path):
     assert bool((epsilons(whole) > 0).all())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["fedavg", "apfl", "random"])
 def test_methods_keep_their_promises(kind):
     """The contract of methods: equal for any hosting, no hidden state, the same with clients renumbered."""

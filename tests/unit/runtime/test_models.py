@@ -71,6 +71,7 @@ def trained(kind="random", folder=None, model=Own, federation=None, **settings):
 METHODS_TAKEN = ["local", "random", "fedavg", "ifca", "ditto", "sosicfl", "sosicfl-plus"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("evaluate", ["best_val", "final"])
 @pytest.mark.parametrize("kind", METHODS_TAKEN)
 def test_the_module_is_the_users_own_and_gives_the_recorded_test_numbers(kind, evaluate, tmp_path):

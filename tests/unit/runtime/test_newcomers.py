@@ -78,7 +78,8 @@ EVERY = [(kind, "frozen") for kind in sorted(METHODS.keys() - {"pooled"})]
 EVERY += [(kind, "training") for kind in GO_ON]
 
 
-@pytest.mark.parametrize(("kind", "others"), one_of_each_family(EVERY))
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "others"), one_of_each_family(EVERY, slow=True))
 def test_the_others_do_what_they_do_without_newcomers(kind, others):
     """Every method: their tables are those of a federation that never had the newcomers."""
     found = run_of(kind, evaluate="final", new_client_others=others)
@@ -231,6 +232,7 @@ def test_where_the_others_train_on_peers_read_the_newcomers_and_those_each_other
             assert sorted(read) == sorted({*range(8)} - {client})
 
 
+@pytest.mark.full
 @pytest.mark.option("Settings.new_client_others", "frozen")
 @pytest.mark.option("Settings.new_client_others", "training")
 @pytest.mark.parametrize("kind", ["random", "dac", "pens"])
@@ -379,6 +381,7 @@ def test_the_best_round_on_validation_data_is_tested_where_that_is_asked_for():
     assert kinds == {"best", "current"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("others", ["frozen", "training"])
 @pytest.mark.parametrize("kind", ["dac", "ditto"])
 def test_a_run_that_is_resumed_has_the_same_bytes(kind, others, tmp_path):
@@ -480,6 +483,7 @@ def test_a_method_of_neither_kind_is_refused():
         newcomers.separate_newcomers(federation(), settings(), Other(), 0)
 
 
+@pytest.mark.full
 def test_a_study_shows_them_apart(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "new.toml").write_text(

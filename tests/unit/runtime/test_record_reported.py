@@ -78,6 +78,7 @@ def study(tmp_path_factory):
         yield done.folder, told
 
 
+@pytest.mark.full
 def test_a_method_keeps_its_promises_with_a_metric_of_its_own():
     check_method(Trusting())
 

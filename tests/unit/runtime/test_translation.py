@@ -93,6 +93,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("fault", WRONG)
 def test_an_engine_form_that_is_another_model_is_named(fault, engine):

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 FAULTS = mutants.load(ROOT)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.package}: {fault.name}")
 def test_a_listed_fault_changes_the_code_and_has_tests(fault: mutants.Fault):
     text = fault.applied(ROOT)
@@ -144,7 +145,7 @@ def run(root: Path, *words: str) -> int:
     return mutants.main(["--root", str(root), "--workers", "1", "--limit", "10", *words])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_each_fault_is_tried_by_itself(tiny: Path, capsys: pytest.CaptureFixture[str]):
     assert run(tiny) == 1, "two of three are fewer than 95 %"
     stored = json.loads((tiny / mutants.STORED).read_text())
@@ -236,7 +237,7 @@ def place() -> Iterator[Path]:
         yield Path(name)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_interrupt_leaves_no_folder_and_no_process(tiny: Path, place: Path):
     words = [
         sys.executable,

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "README.md").read_text()
@@ -31,6 +32,7 @@ def test_the_study_file_of_the_readme_is_valid(tmp_path):
     assert [m.label for m in study.methods] == ["dac", "local"]
 
 
+@pytest.mark.full
 def test_the_generated_tables_of_the_readme_are_current():
     script = ROOT / "scripts" / "readme.py"
     told = subprocess.run([sys.executable, str(script), "--check"], check=False)

@@ -122,7 +122,7 @@ def test_listed_equivalent_changes_are_of_the_code_as_it_is():
         assert len(reason) > 20
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_faults_are_tried_and_stored_with_their_shares(tiny, capsys):
     (tiny / "tests/mutants/equivalent/own.toml").write_text(
         "[[change]]\nfile = 'src/coterie/own/tiny.py'\nbefore = 'print(a)'\nafter = 'pass'\n"

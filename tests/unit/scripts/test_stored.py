@@ -43,6 +43,7 @@ def test_every_stored_result_says_where_it_comes_from_and_what_it_speaks_of(hist
     assert [line for one in found for line in stored.problems(one)] == []
 
 
+@pytest.mark.full
 def test_the_page_and_the_ages_are_those_of_the_history(history):
     """Counted at the commit that the page names, so that later commits do not make it wrong."""
     at = json.loads(stored.AGES.read_text())["counted_at"]
@@ -51,6 +52,7 @@ def test_the_page_and_the_ages_are_those_of_the_history(history):
         assert path.read_text() == text, "run make docs"
 
 
+@pytest.mark.full
 def test_results_that_have_grown_old_since_they_were_counted_are_told_again(history):
     """A page may lag behind by fifty commits to a part, and not at all where golden results have changed."""
     told = json.loads(stored.AGES.read_text())["results"]
@@ -89,7 +91,7 @@ def test_a_stored_summary_is_the_mean_over_its_stored_runs():
             assert row["mean"] == pytest.approx(sum(found) / len(found), rel=1e-12)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_cheap_study_comes_out_again_as_it_is_stored(tmp_path):
     """Every method of the bundled study with its first seed.
 
@@ -450,6 +452,7 @@ ACCURACIES = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "cut", [lambda label, seed: label == "Local", lambda label, seed: seed == 0]
 )

@@ -142,6 +142,7 @@ def test_refused_models_cost_their_bytes_and_weigh_nothing():
     assert rounds["value"].sum() == len(honest)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["random", "dac", "panm-grad"])
 @pytest.mark.parametrize("attack", ["copy", "noise"])
 def test_a_stopped_run_goes_on_to_the_same_bytes(tmp_path, kind, attack):
@@ -250,6 +251,7 @@ def accuracy(data, **given):
     return 100 * float(tests[tests["metric"] == "accuracy"]["value"].mean())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", RUINS)
 def test_one_member_ruins_a_run_that_accepts_everything_and_not_one_that_judges(digits, what):
     unharmed = accuracy(digits)

@@ -215,6 +215,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     sys.platform != "linux", reason="what the address space holds is read from /proc"
 )

@@ -36,6 +36,7 @@ def two_squares() -> coterie.Federation:
     return coterie.from_arrays(x, labels, clients=[i % 4 for i in range(1200)])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_is_reported_is_what_the_model_taken_home_scores(engine):
     """Plain PyTorch reaches 0.99 here in twice the time, and a model without ReLU 0.56."""
@@ -96,6 +97,7 @@ class Bottleneck(nn.Module):
         return self.last(mean + torch.exp(0.5 * self.spread(x)) * torch.randn_like(mean))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("evaluate", ["final", "best_val"])
 def test_a_model_that_samples_in_evaluation_has_the_results_of_the_seed(engine, evaluate):

@@ -70,6 +70,7 @@ def test_a_chain_of_readers_acts_one_by_one():
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("equal", [True, False])
 @pytest.mark.parametrize("schedule", ["sequential", "sequential_exchange"])
 def test_a_run_in_waves_is_a_run_one_by_one(schedule, equal, monkeypatch):
@@ -341,6 +342,7 @@ def test_what_earlier_peers_measured_is_the_newest_that_they_know(schedule):
     assert estimates > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["sequential", "sequential_exchange"])
 def test_a_run_of_two_exchanges_goes_on_to_the_same_bytes(schedule, tmp_path):
     """Interrupted in stage one and in stage two; a client that stopped early goes on publishing in both exchanges."""

@@ -63,6 +63,7 @@ def test_runs_on_a_device_are_done_by_one_process_unless_somebody_says_otherwise
     )
 
 
+@pytest.mark.full
 def test_two_workers_do_every_job_once_and_report():
     heard: list[object] = []
     done = list(fan_out(square, [1, 2, 3], 2, heard.append))
@@ -80,6 +81,7 @@ def test_a_warning_of_a_worker_is_given_here():
     assert sorted(str(one.message) for one in said) == ["one of job 1", "one of job 2"]
 
 
+@pytest.mark.full
 def test_the_end_of_memory_in_a_worker_reaches_the_caller():
     with pytest.raises(MemoryError):
         list(fan_out(lack_memory, [1, 2], 2, print))
@@ -109,6 +111,7 @@ def test_a_job_is_taken_when_a_worker_is_free():
     assert len(taken) < 8
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_of_a_job_arrives_as_itself(workers):
     with pytest.raises(ConfigError, match="three is refused"):
@@ -122,6 +125,7 @@ def test_an_error_of_the_disk_arrives_with_its_number():
     assert caught.value.errno == 28
 
 
+@pytest.mark.full
 def test_a_worker_that_is_killed_is_noticed():
     with pytest.raises(WorkerDied, match="ended with status -9"):
         list(fan_out(die, [1, 2], 2, print))
@@ -151,6 +155,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_ctrl_c_while_workers_import_is_heard_by_the_main_process_alone(tmp_path):
     """Two workers are in the middle of an import when the signal reaches them: they go on until their parent says."""
     (tmp_path / "slow.py").write_text(SLOW_TO_IMPORT)
@@ -203,6 +208,7 @@ def run_program(words, work, folder):
     return done.stderr.strip().rpartition("\n")[2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "work", "line"),
     [
@@ -235,6 +241,7 @@ def test_work_that_no_other_process_can_have_is_told_what_to_do(work):
     assert [two for _, two in fan_out(work, range(3), 1, print)] == [0, 1, 2]
 
 
+@pytest.mark.full
 def test_a_job_that_no_other_process_can_have_ends_all_workers():
     jobs = iter([1, 2, lambda: 3])
     with pytest.raises(ConfigError, match="cannot receive this study"):

@@ -47,6 +47,7 @@ def source(name):
     return Source(name, part(2000), part(600), classes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_a_study_can_start(name):
     """Its clients get few samples each; its first method takes a look at the model; clusters have the paper's names."""
@@ -88,6 +89,7 @@ def test_a_study_says_what_it_is(name):
         assert named == set(numbers.list_rows(study.paper)), "every published row has its method"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in NAMES if config.load_study(name).sweep])
 def test_a_sweep_changes_something_at_every_point(name):
     studies = expand_sweep(config.load_study(name))

@@ -102,6 +102,7 @@ def test_what_is_written_is_complete():
     assert content["methods"][1] == {"kind": "local", "label": "local", "lr": 0.005, "epochs": 2}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", list(config.find_builtin_studies()))
 def test_every_built_in_study_reads_back_as_itself(name):
     study = config.load_study(name)

@@ -150,7 +150,7 @@ def test_each_client_is_compared_with_itself_trained_alone(finished):
     assert [row["label"] for row in gains["rows"]] == ["random"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_results_do_not_depend_on_the_number_of_workers(finished, tmp_path):
     """Two processes of one thread leave the bytes that one leaves. The data come from a folder they can both read."""
     one = run_study(
@@ -308,6 +308,7 @@ def stopped(out):
     return run_folder(out / "tiny", Job("random", 0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", [b"", b"not a checkpoint"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(finished, tmp_path, damage):
     (stopped(tmp_path) / checkpoint.FILE).write_bytes(damage)

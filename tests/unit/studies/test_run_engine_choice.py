@@ -65,6 +65,7 @@ def test_a_plan_is_compiled_where_one_of_its_runs_is_not(tmp_path: Path) -> None
     assert reasons[0] == reasons[1] == ["compiled, a native program of the whole step"] * 4
 
 
+@pytest.mark.full
 def test_added_seeds_take_the_engine_of_the_others(tmp_path: Path) -> None:
     few = do_study(tmp_path, "seeds=[0]")
     assert {one["name"] for one in few.values()} == {"vmap"}

@@ -52,6 +52,7 @@ def out(tmp_path):
     return tmp_path
 
 
+@pytest.mark.full
 def test_runs_of_another_study_are_taken_and_the_rest_is_run(out):
     """Of the second study's six runs four are there: they are not run, and have the bytes of runs."""
     second, trained, found = run(out, "name=second", "seeds=[0, 1, 2]")
@@ -79,6 +80,7 @@ def test_a_taken_run_stays_when_its_source_is_deleted_or_moved(out):
     assert str(found[0]) == "4 of 4 runs are there"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "change",
     ["rounds=3", "local.lr=0.2", "methods.random.num_peers=1", "engine=loop", "seeds=[7]"],
@@ -104,6 +106,7 @@ def test_a_run_of_other_code_is_not_taken(out, monkeypatch):
     assert len(run(out, "name=second")[1]) == 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TABLES)
 def test_a_damaged_run_is_not_taken(out, name):
     path = out / "first/local/seed-0" / name
@@ -117,6 +120,7 @@ def test_an_unfinished_run_is_not_taken(out):
     assert run(out, "name=second")[1] == {("local", 0)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "options"),
     [
@@ -130,10 +134,12 @@ def test_what_depends_on_code_of_the_user_is_not_taken(tmp_path, change, options
         assert len(run(tmp_path, f"name={name}", change, **options)[1]) == 4
 
 
+@pytest.mark.full
 def test_overwrite_runs_all(out):
     assert len(run(out, "name=second", overwrite=True)[1]) == 4
 
 
+@pytest.mark.full
 def test_a_run_that_has_begun_goes_on_and_nothing_is_taken(out, tmp_path):
     def stop(step):
         raise ConfigError("stopped")

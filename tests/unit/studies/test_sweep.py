@@ -136,6 +136,7 @@ def test_a_sweep_over_what_does_not_exist_is_refused(axes, said):
     assert said in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_sweep_runs_every_point_and_joins_the_summaries(tmp_path):
     study = sweep(data__train=[8, 16])
     heard = []
@@ -169,6 +170,7 @@ def test_a_sweep_runs_every_point_and_joins_the_summaries(tmp_path):
     assert len(heard) == 4
 
 
+@pytest.mark.full
 def test_a_sweep_that_is_stopped_in_its_first_run_goes_on_by_its_folder(tmp_path):
     study = sweep(data__train=[8, 16])
 
@@ -183,6 +185,7 @@ def test_a_sweep_that_is_stopped_in_its_first_run_goes_on_by_its_folder(tmp_path
     assert [len(one.summary["timing"]) for one in done] == [2, 2]
 
 
+@pytest.mark.full
 def test_the_runs_of_all_points_are_one_list(tmp_path):
     """One fan-out gets all four; what is there is counted once, over all points."""
     study, calls, notes, steps = sweep(data__train=[8, 16]), [], [], []
@@ -205,7 +208,7 @@ def test_the_runs_of_all_points_are_one_list(tmp_path):
     assert found == ["3 of 4 runs are there"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_workers_share_the_points_and_leave_the_same_bytes(tmp_path):
     one = run_sweep(sweep(data__train=[8, 16]), out=tmp_path / "one")
     two = run_sweep(sweep(data__train=[8, 16]), out=tmp_path / "two", workers=2)

@@ -119,6 +119,7 @@ def stopped(study, tmp_path):
 GRID = {"lr": [0.001, 0.003, 0.009]}
 
 
+@pytest.mark.full
 def test_tuning_goes_on_after_a_stop_with_the_trials_that_have_ended(study, tmp_path, stopped):
     notes = []
     again = tune.tune_study(study, GRID, widenings=0, out=tmp_path, notes=notes.append)
@@ -231,6 +232,7 @@ def test_each_rung_trains_the_same_share_of_a_budget(study, count, rounds, budge
     assert tune._plan_rungs(study, "Alone", {"lr": tuple(range(count))}, budget) == rungs
 
 
+@pytest.mark.full
 def test_with_a_budget_the_better_half_of_the_choices_goes_on(study, tmp_path):
     """Of four, two train for two rounds; the best of these two is chosen, and four count as tried."""
     lrs = [0.0001, 0.0003, 0.001, 0.003]
@@ -267,6 +269,7 @@ def test_an_axis_may_be_given_for_every_method_of_a_kind(study):
     assert {t.label for t in tuned.trials if t.point} == {"Alone"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "reached"), [("local", {"Alone", "Local"}), ("Local", {"Local"}), ("LOCAL", {"Local"})]
 )
@@ -359,6 +362,7 @@ def test_a_grid_of_presets_tries_what_each_says():
         assert config.parse_study_text(config.format_study(tried)) == tried
 
 
+@pytest.mark.full
 def test_data_and_modules_of_ones_own_can_be_tuned(study):
     """A federation of one's own, and a module: here those that the study names, so that nothing may change."""
     grid = {"lr": [0.001, 0.003]}
@@ -382,6 +386,7 @@ def made(seed: int):
     return from_arrays(x, x.sum(1), clients=["é", "b", "c"] * 20, split=Split(seed=seed))
 
 
+@pytest.mark.full
 def test_data_by_import_path_can_be_tuned_by_the_command(tmp_path):
     head, _, rest = STUDY.partition("[data]")
     text = f'{head}[data]\ndataset = "{__name__}:made"\n[model]{rest.partition("[model]")[2]}'
