@@ -182,8 +182,8 @@ def from_table(
             "test"; each client's own test rows are then its test set. Without validation rows, a
             share of the training rows is taken.
         schema: the path of the schema of a table read before (`TableSchema.save`, or `table.json`
-            in a study's folder): columns, categories, classes and scaling are then those of that
-            table.
+            in a study's folder): columns, categories, classes, scaling and what fills empty entries
+            are then those of that table.
         clusters: the known cluster of each client, by client; for Oracle, metrics and reports.
         separator: what divides the columns of a CSV file: one character, or "tab". Commas,
             semicolons, tabs and bars are found when it is not given.

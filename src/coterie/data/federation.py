@@ -373,7 +373,7 @@ class Federation(Described):
 
     def compute_digest(self) -> str:
         """Hash the data (`compute_fingerprint`), and all names that results have."""
-        columns = [list(astuple(column)) for column in self.table]
+        columns = [column.to_fields() for column in self.table]
         names = [self.client_names, self.class_names, self.feature_names, columns]
         # Categories may be of types that JSON lacks, such as dates.
         text = json.dumps([self.compute_fingerprint(), names], default=str)
@@ -492,7 +492,7 @@ class Federation(Described):
         }
         # Only data of a table have these: files of other data keep their bytes.
         if self.table:
-            meta["table"] = [list(astuple(column)) for column in self.table]
+            meta["table"] = [column.to_fields() for column in self.table]
         if self.targets:
             meta |= {"targets": self.targets, "notes": self.notes}
         meta |= {

@@ -63,7 +63,7 @@ class InputForm:
         return {
             **asdict(self),
             "parts": [astuple(p) for p in self.parts],
-            "table": [astuple(c) for c in self.table],
+            "table": [column.to_fields() for column in self.table],
         }
 
     @staticmethod

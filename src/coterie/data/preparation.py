@@ -5,7 +5,7 @@ fill in.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,8 @@ class TableColumn:
         kind: what the column is: "numbers", "true or false" (1 and 0), or "text" for categories.
         scaled: whether a client subtracts the mean of its training rows, and divides by their
             deviation.
+        impute: what fills an empty entry: a key of FILLS, a number, or a category as text; None
+            where nothing does, and in data that were stored without it.
     """
 
     name: str
@@ -62,6 +64,13 @@ class TableColumn:
     indicator: bool = False
     kind: str = "numbers"
     scaled: bool = False
+    impute: str | float | None = None
+
+    def to_fields(self) -> list[Any]:
+        """Return the values of the fields in order, as JSON stores them."""
+        fields = list(astuple(self))
+        # Without a filler a column has the bytes, and the digest, of data stored before it was one.
+        return fields if self.impute is not None else fields[:-1]
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,29 @@ class TableSchema:
             "categories": categories,
             "class_names": list(self.class_names),
             "classes": classes,
+            **({} if self._is_without_fills else {"impute": self._list_fills()}),
         }
+
+    @property
+    def _is_without_fills(self) -> bool:
+        """Whether the file is of a time when schemas said that a column is filled, not by what."""
+        return any(one.filled and one.impute is None for one in self.columns)
+
+    def _list_fills(self) -> dict[str, Any]:
+        """Return what fills empty entries, by column."""
+        return {one.name: one.impute for one in self.columns if one.impute is not None}
+
+    def spread_impute(self, impute: Any) -> Mapping[str, Any] | None:
+        """Return by column what a setting `impute` fills."""
+        if impute is None or isinstance(impute, Mapping):
+            return impute
+        numbers = [one.name for one in self.columns if one.categories is None and not one.indicator]
+        fills = dict.fromkeys(numbers, impute)
+        # A number fills no category, and a mean of categories is the most frequent.
+        if isinstance(impute, str):
+            names = [one.name for one in self.columns if one.categories is not None]
+            fills.update(dict.fromkeys(names, "most-frequent"))
+        return fills
 
     def list_coding(self) -> dict[str, str]:
         """Return what must be equal wherever such a table is read, by column, in words."""
@@ -150,6 +172,9 @@ class TableSchema:
         marked = [one.name for one in self.columns if one.indicator]
         if marked:
             lines.append(f"marked where empty: {', '.join(marked)}")
+        fills = [f"{name} ({write_category(one)})" for name, one in self._list_fills().items()]
+        if fills:
+            lines.append(f"filled where empty: {', '.join(fills)}")
         if notes:
             lines.append(f"read with: {', '.join(notes)}")
         return [shorten_text(line, _SHOWN) for line in lines]
@@ -157,10 +182,15 @@ class TableSchema:
 
 def _describe_column(column: TableColumn) -> str:
     """Return how a column is coded, in words; 1, 1.0 and "1" are one category."""
+    filled = "" if column.impute is None else f", empty: {write_category(column.impute)}"
     if column.categories is None:
-        return "numbers" + ", scaled" * column.scaled
+        return "numbers" + ", scaled" * column.scaled + filled
     values = ", ".join(map(write_category, column.categories))
-    return f"{'codes' if column.codes else 'one-hot'} of {values}"
+    return f"{'codes' if column.codes else 'one-hot'} of {values}{filled}"
+
+
+def _write_fills(fills: Mapping[str, Any] | None) -> dict[str, str]:
+    return {name: write_category(one) for name, one in (fills or {}).items()}
 
 
 def _cut(text: str) -> str:
@@ -181,18 +211,23 @@ def apply_schema(given: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
         ConfigError: when a setting contradicts the schema.
         DataError: when there is no such schema.
     """
-    found = TableSchema.load(path).to_options()
+    schema = TableSchema.load(path)
+    found = schema.to_options()
     for name, value in found.items():
         own = given.get(name)
         if name == "target" and isinstance(own, str):
             own = [own]
+        elif name == "impute":
+            # However each writes it: 1 and "1" are one category, 7 and 7.0 one number.
+            own, value = _write_fills(schema.spread_impute(own)), _write_fills(value)
         elif isinstance(own, tuple):
             own = list(own)
         # "one-hot" is the default, so that it may not have been chosen.
         is_default = name == "encode" and own == "one-hot"
         if own not in (None, [], {}) and own != value and not is_default:
+            here, there = (shorten_text(repr(one), _SHOWN) for one in (own, value))
             raise ConfigError(
-                f"{name} is {own!r}, and {value!r} in the schema {path}; leave it out, or make "
+                f"{name} is {here}, and {there} in the schema {path}; leave it out, or make "
                 "them equal"
             )
     # The schema wins: what was given is equal to it, or nothing.

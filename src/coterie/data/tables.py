@@ -59,7 +59,8 @@ class TableOptions(Configurable):
             "test"; each client's own test rows are then its test set. Without validation rows,
             some of the training rows are taken.
         schema: the path of the schema of a table read before, such as `table.json` in a study's
-            folder: columns, categories, classes and scaling are then those of that table.
+            folder: columns, categories, classes, scaling and what fills empty entries are then
+            those of that table.
         separator: what divides the columns of a CSV file, one character or "tab"; found when not
             given.
         decimal: the sign before the fraction of a number in a CSV file; found when not given.
@@ -466,15 +467,19 @@ class _InputColumn:
         known = self.categories
         if known is not None:  # such as numbers of numpy, which no file of text has
             known = tuple(one.item() if isinstance(one, np.generic) else one for one in known)
+        impute = self.impute
+        if known is not None and isinstance(impute, float):
+            impute = write_category(known[int(impute)])  # what fills a category is its code
         name, indicator = self.indicates or self.name, bool(self.indicates)
         return TableColumn(
             name,
             known,
             self.codes,
-            self.impute is not None,
+            impute is not None,
             indicator,
             self.kind,
             scaled and self.numeric,
+            impute,
         )
 
 
@@ -495,18 +500,18 @@ def _convert_column(
         values = [table.get_numbers(name)[:, None] for table in tables]
         if isinstance(impute, str) and impute not in FILLS:
             raise ConfigError(f"impute of {name!r} is {impute!r}; expected {_FILLED}")
-        fill = _choose_fill(tables, name, values, impute)
+        fill = _choose_fill(tables, name, values, impute, columns.schema)
         return _InputColumn(name, values, (name,), fill, kind=_find_kind(kinds[0]))
     if not is_named:
         _reject_numbers_as_text(tables, name)
     known, codes = _encode_categories(tables, name, columns.categories.get(name))
     filled: str | float | None = impute
     if isinstance(columns.impute, Mapping):
-        words = [str(one) for one in known]
-        if impute in words:
-            # What fills a category is its code.
-            filled = float(words.index(str(impute)))
+        place = -1 if impute is None else _CategoryPlaces(known, name)(impute)
+        if place >= 0:
+            filled = float(place)  # what fills a category is its code
         elif impute not in (None, "most-frequent"):
+            words = [write_category(one) for one in known]
             raise ConfigError(
                 f"impute of {name!r} is {impute!r}; expected 'most-frequent' or one of its "
                 f"categories: {', '.join(words[:20])}"
@@ -516,7 +521,7 @@ def _convert_column(
     elif impute is not None:
         filled = None  # a number fills columns of numbers
     values = [code[:, None] for code in codes]
-    filled = _choose_fill(tables, name, values, filled)
+    filled = _choose_fill(tables, name, values, filled, columns.schema)
     if encode == "codes":
         return _InputColumn(name, values, (name,), filled, False, True, tuple(known), kind="text")
     if len(known) > MOST:
@@ -565,11 +570,12 @@ def _choose_fill(
     name: str,
     values: Sequence[Float[np.ndarray, "samples 1"]],
     impute: str | float | None,
+    schema: str | None,
 ) -> str | float | None:
     """Return what fills the empty entries of a column: in these tables, and in later ones.
 
     Raises:
-        DataError: when there are some, and nothing was chosen.
+        DataError: when there are some, and nothing was chosen, here or in the schema.
     """
     for table, own in zip(tables, values, strict=True):
         empty = np.flatnonzero(np.isnan(own[:, 0]))
@@ -577,10 +583,12 @@ def _choose_fill(
             kinds = '"mean", "median" or a number'
             if _is_text(table.get_column(name).type):
                 kinds = '"most-frequent"'
+            choose = f"choose what fills them: impute = {kinds}"
+            if schema is not None:
+                choose = f"{choose} where the first table is read, since the schema has no impute"
             raise DataError(
                 f"column {name!r} has {len(empty)} empty entries (the first "
-                f"{table.locate_row(int(empty[0]))}); "
-                f"fill or drop them, or choose what fills them: impute = {kinds}"
+                f"{table.locate_row(int(empty[0]))}); fill or drop them, or {choose}"
             )
     return impute
 

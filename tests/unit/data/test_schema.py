@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import coterie
-from coterie import from_table
+from coterie import Split, from_table
 from coterie.data.datasets import load_table_or_folder
 from coterie.data.federation import Federation
 from coterie.data.inputs import InputForm
@@ -192,6 +192,135 @@ def test_nodes_code_alike_however_each_writes_its_categories(other, equal):
         made = from_table(rows, target="ill", client="site", categories={"grade": categories})
         coding.append(read_schema(made).list_coding())
     assert (coding[0] == coding[1]) is equal
+
+
+def measured() -> pd.DataFrame:
+    """Two sites of 12 patients; age and dose are empty once, and stage too; pulse is full."""
+    table = pd.DataFrame(
+        {
+            "site": ["Lund"] * 12 + ["Åre"] * 12,
+            "age": [20.0, 40.0, 90.0] * 8,
+            "pulse": [60.0, 70.0, 80.0] * 8,
+            "stage": [2, 1, 2] * 8,
+            "color": ["red", "red", "blue"] * 8,
+            "y": np.arange(24) / 5,
+        }
+    )
+    table.loc[3, "age"] = np.nan
+    return table
+
+
+FILLS = {"age": "median", "pulse": 7, "stage": 1, "color": "most-frequent"}
+FILLING = {"target": "y", "client": "site", "categories": {"stage": [1, 2]}}
+
+
+def test_what_fills_empty_entries_is_kept_and_fills_another_hospitals_table(tmp_path):
+    """Its own median and most frequent color, as the first hospital's; the number and the stage of all."""
+    made = from_table(measured(), impute=FILLS, **FILLING)
+    schema = read_schema(made)
+    assert {one.name: one.impute for one in schema.columns} == {**FILLS, "stage": "1"}
+    schema.save(tmp_path / "table.json")
+    assert TableSchema.load(tmp_path / "table.json") == schema
+    assert "filled where empty: age (median), pulse (7), stage (1), color (most-frequent)" in (
+        schema.describe()
+    )
+    made.save(tmp_path / "f.safetensors")
+    assert read_schema(Federation.load(tmp_path / "f.safetensors")) == schema
+    form = InputForm.from_federation(made)
+    assert InputForm.from_json(json.loads(json.dumps(form.to_json()))) == form
+
+    # The other's rows are all alike, so that 30 and blue are its own values whatever it trains on.
+    own = pd.DataFrame({"age": [30.0] * 11, "pulse": 50.0, "stage": 2, "color": "blue", "y": 1.0})
+    empty = pd.DataFrame(
+        {"age": [None], "pulse": [None], "stage": [None], "color": [None], "y": 1.0}
+    )
+    other = from_table(
+        own.assign(site="Umeå"), test=empty, client="site", schema=tmp_path / "table.json"
+    )
+    assert other.table == made.table
+    assert other.feature_names == ("age", "pulse", "stage=1", "stage=2", "color=blue", "color=red")
+    assert other.tests[0].x.tolist() == [[30, 7, 1, 0, 1, 0]]
+
+
+def test_rows_for_prediction_and_a_test_table_are_filled_by_the_schema():
+    held = pd.DataFrame({"age": [np.nan], "pulse": [np.nan], "stage": [2], "color": [None]})
+    table = measured().iloc[:9]
+    made = from_table(
+        table, test=held.assign(y=0.0), impute=FILLS, split=Split(validation_fraction=0), **FILLING
+    )
+    # Ages are 20, 40, 90, none, 40, 90, 20, 40, 90: in order, the fourth and fifth of eight are 40.
+    expected = [40.0, 7.0, 0.0, 1.0, 0.0, 1.0]
+    assert made.tests[0].x.tolist() == [expected]
+    found = InputForm.from_federation(made).prepare_inputs(held, made.fitted[0])
+    assert found.tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("first", "own", "is_equal"),
+    [
+        ("median", None, True),
+        ("median", "median", True),
+        ("median", "mean", False),
+        ("mean", FILLS, False),
+        (FILLS, {**FILLS, "stage": "1", "pulse": 7.0}, True),
+        (FILLS, {**FILLS, "stage": 2}, False),
+        (FILLS, "median", False),
+        (0, 0.0, True),
+        ({"age": "mean"}, {"age": "mean"}, True),
+        ({"age": "mean"}, "mean", False),
+    ],
+)
+def test_what_is_filled_otherwise_than_in_the_schema_is_refused(first, own, is_equal, tmp_path):
+    read_schema(from_table(measured(), impute=first, **FILLING)).save(tmp_path / "table.json")
+    options = {"client": "site", "schema": tmp_path / "table.json", "impute": own}
+    if is_equal:
+        again = from_table(measured(), **options)
+        assert read_schema(again) == TableSchema.load(tmp_path / "table.json")
+        return
+    with pytest.raises(
+        ConfigError, match=r"impute is \{.*, and \{.* in the schema .*; leave it out"
+    ):
+        from_table(measured(), **options)
+
+
+def test_a_column_that_the_schema_does_not_fill_must_be_full_later(tmp_path):
+    """What fills it would be decided twice: it is decided where the first table is read."""
+    full = measured().fillna({"age": 20.0})
+    read_schema(from_table(full, **FILLING)).save(tmp_path / "table.json")
+    options = {"client": "site", "schema": tmp_path / "table.json"}
+    line = (
+        r"column 'age' has 1 empty entries \(the first in row 3, of client 'Lund'\); fill or drop "
+        r"them, or choose what fills them: impute = \"mean\", \"median\" or a number where the "
+        r"first table is read, since the schema has no impute"
+    )
+    with pytest.raises(DataError, match=f"^{line}"):
+        from_table(measured(), **options)
+    with pytest.raises(ConfigError, match=r"impute is \{'age': 'mean'.*, and \{\} in the schema"):
+        from_table(measured(), impute="mean", **options)
+
+
+def test_a_schema_of_before_impute_takes_the_settings_own(tmp_path):
+    schema = json.loads(read_schema(from_table(measured(), impute="mean", **FILLING)).to_text())
+    for column in schema["columns"]:
+        del column["impute"]
+    (tmp_path / "table.json").write_text(json.dumps(schema))
+    options = {"client": "site", "schema": tmp_path / "table.json"}
+    made = from_table(measured(), impute="median", **options)
+    expected = ["median", "median", "most-frequent", "most-frequent"]
+    assert [one.impute for one in made.table] == expected
+    with pytest.raises(DataError, match="column 'age' has 1 empty entries"):
+        from_table(measured(), **options)
+
+
+def test_nodes_that_fill_otherwise_code_otherwise():
+    codings = [
+        read_schema(from_table(measured(), impute=one, **FILLING)).list_coding()
+        for one in ("mean", "median", {**FILLS, "age": "mean"})
+    ]
+    assert codings[0]["column age"] == "numbers, empty: mean"
+    assert codings[2]["column stage"] == "one-hot of 1, 2, empty: 1"
+    assert codings[0] != codings[1]
+    assert codings[0] != codings[2]
 
 
 def test_predictions_follow_names_of_columns_and_not_their_order():
