@@ -56,24 +56,74 @@ def coverage_table(results: Sequence[compare.StudyResult]) -> str:
                     one.predicted,
                     one.none,
                     one.within,
+                    one.strict,
                     one.unknown,
                 ),
             ),
         )
         for one in rows
     ]
-    total = [sum(int(row[place]) for row in cells) for place in range(1, 8)]
-    head = ("paper", "published", "full", "reduced", "predicted", "none", "within", "undecided")
+    total = [sum(int(row[place]) for row in cells) for place in range(1, 9)]
+    head = (
+        "paper", "published", "full", "reduced", "predicted", "none", "within", "strictly", "undecided",
+    )  # fmt: skip
     about = (
         "Published numbers that are compared with a result of full size, of a reduced one only, or with none. Full size means "
         "the clients, samples, model, steps and rounds of the built-in study; seeds may be fewer, as each table says. "
         "*Predicted* are costs that follow from the settings of the built-in study. *Within* and *undecided* count "
-        "only the numbers that are compared with one of ours."
+        "only the numbers that are compared with one of ours; *strictly* those of them that are within by the paper's "
+        "own deviation, or one point of accuracy, and not only because ours is wide."
     )
     for source, again in numbers.PRINTED_AGAIN.items():
         where = ", ".join(dict.fromkeys(one[0] for one in again))
         about += f" {source} prints {len(again)} more numbers that repeat one of these ({where}); each is counted once."
-    return f"## Coverage\n\n{table(head, [*cells, ('all', *map(str, total))])}\n\n{about}\n"
+    return f"## Coverage\n\n{headline(rows)}\n\n{table(head, [*cells, ('all', *map(str, total))])}\n\n{about}\n"
+
+
+def headline(rows: Sequence[compare.PaperCoverage]) -> str:
+    """Return the two figures of the page: numbers within, and those that need no deviation of ours."""
+    compared = [one.published - one.none - one.unknown for one in rows]
+    most = max(range(len(rows)), key=lambda place: rows[place].strict)
+    within, strict = sum(one.within for one in rows), sum(one.strict for one in rows)
+    others = [place for place in range(len(rows)) if place != most]
+    return (
+        f"Of {sum(compared)} published numbers that are compared and can be judged, **{within} are within the rule, "
+        f"{strict} of them strictly**. The paper *{rows[most].source}* alone has {rows[most].within} and "
+        f"{rows[most].strict}; outside it {sum(rows[place].within for place in others)} and "
+        f"{sum(rows[place].strict for place in others)} of {sum(compared[place] for place in others)} are. "
+        "A count of single numbers says nothing of many small differences of one sign: the next table does."
+    )
+
+
+def bias_table(results: Sequence[compare.StudyResult]) -> str:
+    """Return how far the numbers of each stored study lie to one side of the paper's."""
+    found = [
+        (compare.is_full_size(result.study), one)
+        for result in results if result.experiment is not None
+        for one in compare.measure_bias(compare.compare_with_paper(result))
+    ]  # fmt: skip
+    found.sort(key=lambda pair: (not pair[1].is_one_sided, pair[1].study))
+    cells = []
+    for is_full, one in found:
+        metric = metrics.REGISTRY[one.metric]
+        mean = metric.scale * one.difference
+        cells.append(
+            (
+                f"`{one.study}`", metric.heading(), "full" if is_full else "reduced", str(one.seeds),
+                str(one.compared), f"{mean:+.2f}" if abs(mean) < 1000 else f"{mean:+.0f}", str(one.below),
+                str(one.above), str(one.within), str(one.strict), "yes" if one.is_one_sided else "",
+            )
+        )  # fmt: skip
+    head = (
+        "study", "metric", "size", "seeds", "compared", "mean difference", "below", "above", "within", "strictly",
+        "one-sided",
+    )  # fmt: skip
+    about = (
+        "Each stored study as a whole: the mean of our numbers minus the paper's, over rows and clusters, how many are "
+        "below and above it, and the fewest seeds of a number. *One-sided* tables have at least nine tenths of six or "
+        "more numbers on one side: the experiment differs from the paper's there, however many are within."
+    )
+    return f"## To one side\n\n{about}\n\n{table(head, cells)}\n"
 
 
 def cost_tables() -> list[str]:
@@ -308,8 +358,9 @@ def page() -> str:
     """Return the page."""
     folders = sorted(path.parent for path in STORED.glob("*/*/origin.json"))
     folders = [folder for folder in folders if not folder.name.endswith("-trials")]
-    counted = coverage_table([compare.load_result(one) for one in folders])
-    return "\n".join([HEAD, counted, figure_table(), *cost_tables(), *map(section, folders)])
+    results = [compare.load_result(one) for one in folders]
+    counted = [coverage_table(results), bias_table(results)]
+    return "\n".join([HEAD, *counted, figure_table(), *cost_tables(), *map(section, folders)])
 
 
 if __name__ == "__main__":

@@ -1280,3 +1280,49 @@ def test_the_costs_that_are_told_are_those_that_are_predicted():
     more = {f"{round(one.difference)}" for one in lines if one.ours > 1000 and not one.within}
     assert all(number in TEXT for number in more)
     assert more == {"33", "50"}
+
+
+def test_a_verdict_on_fewer_than_three_seeds_says_so():
+    judged = 0
+    for line in PAGE.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if len(cells) != 3 or not re.match(r"(not )?held", cells[1]):
+            continue
+        judged += 1
+        counts = []
+        for study in re.findall(r"`([\w/-]+)`", cells[2]):
+            rows = json.loads((STORED / study / "summary.json").read_text())["rows"]
+            counts += [row["seeds"] for row in rows if row["mean"] is not None]
+        said = re.search(r"\b(one|two|three|five|fifteen|\d+) seeds?\b|of three seeds", cells[1])
+        assert said or min(counts) >= 3, cells
+    assert judged > 50
+
+
+def test_what_the_page_says_of_numbers_that_lie_to_one_side():
+    folders = sorted(path.parent for path in STORED.glob("*/*/origin.json"))
+    results = [compare.load_result(one) for one in folders if not one.name.endswith("-trials")]
+    biases = [
+        bias
+        for result in results
+        if result.experiment is not None
+        for bias in compare.measure_bias(compare.compare_with_paper(result))
+    ]
+    one_sided = {bias.study for bias in biases if bias.is_one_sided}
+    assert len(one_sided) == 6
+    assert "[Six studies]" in PAGE
+    accuracies = {bias.study: bias for bias in biases if bias.metric == "accuracy"}
+    for study in ("dac/cifar10-rotation-4x25", "dac/cifar10-rotation-70-20-5-5"):
+        assert accuracies[study].below == accuracies[study].compared
+    assert accuracies["panm/cifar10-4"].above == accuracies["panm/cifar10-4"].compared
+    count = {one.source: one for one in compare.count_coverage(results)}
+    words = "{} of DAC's {} and {} of the similarity paper's {} are so by our own deviation only"
+    dac, similarity = count["dac"], count["similarity"]
+    assert (
+        words.format(
+            dac.within - dac.strict,
+            dac.within,
+            similarity.within - similarity.strict,
+            similarity.within,
+        )
+        in TEXT
+    )

@@ -13,6 +13,8 @@ from coterie.papers.compare import (
     PairComparison,
     PaperComparison,
     StudyResult,
+    TableBias,
+    measure_bias,
     ranking_metric,
 )
 from coterie.results.equal_bytes import EqualBytes
@@ -123,6 +125,9 @@ def _build_numbers_table(
             " Where the paper prints no deviation, ours stands for it, pooled over the "
             "clusters of the row."
         )
+    for one in measure_bias(replace(comparison, lines=lines)):
+        lead = f"{REGISTRY[one.metric].heading()}: " if several else ""
+        foot += f" {lead}{describe_bias(one)}"
     if comparison.scale != 1:
         foot += f" Rounds scaled by {comparison.scale:g}."
     if not several and rows:
@@ -130,6 +135,18 @@ def _build_numbers_table(
     head = ["method", "metric"] if several else ["method"]
     head += ["cluster", "here", "n", "paper", "difference", "within"]
     return TextTable(title, tuple(head), rows, foot)
+
+
+def describe_bias(one: TableBias) -> str:
+    """Say in a sentence whether numbers lie to one side of the paper's, and by what they pass."""
+    metric = REGISTRY[one.metric]
+    mean = _format_number(metric, one.difference)
+    side, count = max(("below", one.below), ("above", one.above), key=lambda pair: pair[1])
+    return (
+        f"On average {mean if one.difference < 0 else '+' + mean} from the paper, {count} of "
+        f"{one.compared} {side} it; {one.strict} within by the paper's own deviation or one point, "
+        f"{one.within - one.strict} by ours only."
+    )
 
 
 def _format_number(metric: Metric, value: float) -> str:

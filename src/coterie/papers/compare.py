@@ -131,6 +131,8 @@ class ComparedNumber:
         difference: ours - paper.
         within: whether the difference is within the rule, see `allowed_difference`; None where the
             published deviation is so large that nothing can be said, see `is_too_uncertain`.
+        strict: the same by what the paper alone allows: its own deviation, or one point. A wide
+            deviation of ours makes no number strictly within.
         pooled: what stood for the deviation that the paper does not print: ours, pooled; see
             `compare_with_paper`.
         chosen: whether the row was chosen here (tuned, say) and is compared with a published row
@@ -149,6 +151,7 @@ class ComparedNumber:
     paper_std: float | None
     difference: float
     within: bool | None
+    strict: bool | None = None
     pooled: float | None = None
     chosen: bool = False
     predicted: bool = False
@@ -576,7 +579,7 @@ def predict_costs(study: StudyConfig) -> list[ComparedNumber]:
             lines.append(
                 ComparedNumber(
                     entry.label, one.row, one.cluster, one.metric, ours, None, 0, one.mean, one.std,
-                    difference, within, predicted=True,
+                    difference, within, within, predicted=True,
                 )
             )  # fmt: skip
     return lines
@@ -625,6 +628,67 @@ def _sizes_of_one(study: StudyConfig) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
+class TableBias:
+    """Whether the numbers of a study lie to one side of the published ones.
+
+    Many small differences of one sign are a difference of the experiment, though each of them may
+    be within the rule.
+
+    Args:
+        study: its name.
+        metric: its name.
+        compared: how many numbers: rows and clusters, without undecided, chosen or predicted ones.
+        difference: the mean of ours - paper, in the units of the metric (accuracies: 0 to 1).
+        below: how many of them are less than the paper's.
+        above: how many are more.
+        within: how many are within the rule.
+        strict: how many are so by the paper's own deviation, or one point.
+        seeds: the fewest seeds of a number.
+    """
+
+    study: str
+    metric: str
+    compared: int
+    difference: float
+    below: int
+    above: int
+    within: int
+    strict: int
+    seeds: int
+
+    @property
+    def is_one_sided(self) -> bool:
+        """Whether nine tenths of at least six numbers have one sign."""
+        # Six of one sign come by chance in 3 % of tables, if their numbers were independent.
+        return self.compared >= 6 and max(self.below, self.above) >= 0.9 * self.compared
+
+
+def measure_bias(comparison: PaperComparison) -> list[TableBias]:
+    """Return how far the numbers of a study lie to one side, for each metric."""
+    by_metric: dict[str, list[ComparedNumber]] = {}
+    for line in comparison.lines:
+        if line.within is not None and not line.chosen and not line.predicted:
+            by_metric.setdefault(line.metric, []).append(line)
+    found = []
+    for metric, lines in by_metric.items():
+        differences = [line.difference for line in lines]
+        found.append(
+            TableBias(
+                comparison.study,
+                metric,
+                len(lines),
+                float(np.mean(differences)),
+                sum(one < 0 for one in differences),
+                sum(one > 0 for one in differences),
+                sum(line.within is True for line in lines),
+                sum(line.strict is True for line in lines),
+                min(line.seeds for line in lines),
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True)
 class PaperCoverage:
     """How many of a paper's numbers are compared with ours.
 
@@ -637,6 +701,7 @@ class PaperCoverage:
             `predict_costs`.
         none: numbers compared with nothing.
         within: compared numbers within the rule.
+        strict: those of them that are within by the paper's own deviation, or one point.
         unknown: compared numbers for which that is unknown.
     """
 
@@ -647,12 +712,13 @@ class PaperCoverage:
     predicted: int
     none: int
     within: int
+    strict: int
     unknown: int
 
 
 def count_coverage(results: Sequence[StudyResult]) -> list[PaperCoverage]:
     """Count, by paper, the published numbers that stored studies compare, without chosen rows."""
-    compared: dict[str, dict[tuple[str, ...], tuple[bool, bool | None]]] = {
+    compared: dict[str, dict[tuple[str, ...], tuple[bool, ComparedNumber]]] = {
         source: {} for source in numbers.SOURCES
     }
     for result in results:
@@ -663,16 +729,18 @@ def count_coverage(results: Sequence[StudyResult]) -> list[PaperCoverage]:
             key = (result.experiment, line.row, line.cluster, line.metric)
             # A result of full size replaces one of reduced size, never the other way.
             if not line.chosen and not line.predicted and (full or key not in own):
-                own[key] = full, line.within
+                own[key] = full, line
     out = []
     for source, own in compared.items():
         published, full = len(numbers.load_table(source)), sum(one for one, _ in own.values())
-        ledger = [line.within for line in chain(*predict_paper_costs(source).values())]
-        within = [*(one for _, one in own.values()), *ledger]
+        ledger = list(chain(*predict_paper_costs(source).values()))
+        lines = [*(line for _, line in own.values()), *ledger]
+        within = [line.within for line in lines]
+        strict = [line.strict for line in lines].count(True)
         out.append(
             PaperCoverage(
-                source, published, full, len(own) - full, len(ledger), published - len(within),
-                within.count(True), within.count(None),
+                source, published, full, len(own) - full, len(ledger), published - len(lines),
+                within.count(True), strict, within.count(None),
             )
         )  # fmt: skip
     return out
@@ -753,9 +821,12 @@ def _judge_number(
             pooled = paper_std = math.sqrt(sum(variances) / len(variances))
     allowed = allowed_difference(line.metric, line.std, paper_std)
     within: bool | None = abs(line.difference) <= allowed
+    strict: bool | None = abs(line.difference) <= allowed_difference(
+        line.metric, None, line.paper_std
+    )
     if any(is_too_uncertain(one.metric, one.paper, one.paper_std) for one in printed):
-        within = None
-    return replace(line, within=within, pooled=pooled, chosen=chosen)
+        within = strict = None
+    return replace(line, within=within, strict=strict, pooled=pooled, chosen=chosen)
 
 
 def _cluster_means(result: StudyResult, label: str) -> list[float]:

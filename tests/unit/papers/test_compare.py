@@ -413,6 +413,38 @@ def test_where_the_paper_prints_no_deviation_ours_stands_for_it(tmp_path):
     assert {round(line.pooled, 3) for line in lines} == {0.408}  # sqrt((0.09 + 0.16 + 0.25) / 3)
     # differences 1.10, 1.35 and 1.18; allowed 2 hypot(std, .408): 1.01, 1.14 and 1.29
     assert [line.within for line in lines] == [False, False, True]
+    assert [line.strict for line in lines] == [False] * 3, "only our own deviation allows the third"
+
+
+def test_many_small_differences_of_one_sign_are_shown_as_such(tmp_path):
+    """Published: 9.43 ± 0.33, 30.26 ± 1.73, and 1494.84 ± 1973, which is undecided and left out."""
+    found = compare.compare_with_paper(
+        compare.load_result(write_study(tmp_path / "mine", Oracle=9.51, Alone=34.0, Random=100.0))
+    )
+    (bias,) = compare.measure_bias(found)
+    assert (bias.metric, bias.compared, bias.below, bias.above) == ("mse", 2, 0, 2)
+    assert bias.difference == pytest.approx((0.08 + 3.74) / 2)
+    # 3.74 is more than 2 x 1.73 and less than 2 hypot(1, 1.73) = 4.0: within by our deviation only.
+    assert (bias.within, bias.strict) == (2, 1)
+    assert (
+        "On average +1.91 from the paper, 2 of 2 above it; 1 within by the paper's own "
+        "deviation or one point, 1 by ours only."
+    ) in _tables.build_paper_tables(found)[0].foot
+    (counted,) = [
+        one
+        for one in compare.count_coverage([compare.load_result(tmp_path / "mine")])
+        if one.source == "similarity"
+    ]
+    assert (counted.within, counted.strict, counted.unknown) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "expected"),
+    [(6, 0, True), (5, 0, False), (1, 9, True), (2, 9, False), (0, 20, True), (9, 2, False)],
+)
+def test_a_table_is_one_sided_with_nine_tenths_of_six_numbers(below, above, expected):
+    bias = compare.TableBias("s", "mse", below + above, 0.0, below, above, 0, 0, 1)
+    assert bias.is_one_sided is expected
 
 
 def test_ratios_of_times_stand_beside_the_papers_of_the_same_accuracy(tmp_path):
