@@ -1,11 +1,12 @@
 """The commands for nodes on real machines: `coterie net ...`, `node`, `doctor`, `up`."""
 
 import importlib.util
+import json
 import sys
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,7 @@ net = typer.Typer(
     help="Set up a run between machines: authority, members, roster; or run a demonstration.",
 )
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The organizer's folder.")]
+_OPEN = 3  # the exit status when logs cannot settle something
 _SEND = "send it and roster.toml.sig to all members; running nodes adopt it within a round"
 Insecure = Annotated[
     bool,
@@ -289,8 +291,11 @@ def audit_logs(
 ) -> None:
     """Check the audit logs of nodes, summarize them, and compare each two of one run.
 
-    A node writes its log to `runs`/NAME. The exit status is 1 when a log was
-    changed or is damaged, or when two contradict each other.
+    A node writes its log to `runs`/NAME. WRONG says that a log was changed, that two
+    contradict each other, or that a member signed two messages for one address: the
+    proof with both signatures follows as JSON. OPEN says what these logs cannot
+    settle, such as messages after the end of a log that goes on. The exit status is
+    1 when something is wrong, else 3 when something is open.
 
     [bold]Examples[/bold]
 
@@ -298,8 +303,6 @@ def audit_logs(
       coterie net audit north.log south.log --roster roster.toml
     """
     _check_packages()
-    from itertools import combinations
-
     from coterie.net import auditor
     from coterie.net import roster as rosters
 
@@ -308,25 +311,56 @@ def audit_logs(
     reports = [auditor.check_log(path, given) for path in logs]
     for report in reports:
         _print_audit(report)
-    contradictions = 0
+    wrong, unsettled = _compare_logs(reports)
+    proofs = auditor.find_equivocations(reports, given)
+    for proof in proofs:
+        readers = " and ".join(dict.fromkeys(node for *_, node in proof.found))
+        _print_wrapped(
+            f"WRONG  {proof.member} signed two messages for one address, which {readers} received. "
+            "The proof, with both signatures:"
+        )
+        # In one line, as it was signed: JSON escapes what a terminal would interpret.
+        typer.echo(json.dumps(proof.make_document()))
+    for member, number in auditor.count_changed_by_restarts(reports).items():
+        _print_wrapped(
+            f"note   {member} signed other messages for {number} addresses after a restart; from an "
+            "older checkpoint that is innocent"
+        )
+    if wrong or proofs or any(report.problems for report in reports):
+        raise typer.Exit(1)
+    if unsettled:
+        raise typer.Exit(_OPEN)
+
+
+def _compare_logs(reports: Sequence[Any]) -> tuple[int, int]:
+    """Compare each two logs, print what is found, and return how much is wrong and how much open."""
+    from itertools import combinations
+
+    from coterie.net import auditor
+
+    wrong_in_all = open_in_all = 0
     # Each two logs once.
     for a, b in combinations(reports, 2):
         if a.run != b.run or a.node == b.node:
             _print_wrapped(
                 f"{a.path} and {b.path} are not compared: they are not of two members of one run"
             )
-        elif found := auditor.compare_logs(a, b):
-            contradictions += len(found)
-            for text in found:
-                _print_wrapped(f"WRONG  {text}")
-        else:
+            continue
+        wrong, unsettled = auditor.compare_logs(a, b)
+        wrong_in_all, open_in_all = wrong_in_all + len(wrong), open_in_all + len(unsettled)
+        for word, texts in (("WRONG", wrong), ("OPEN ", unsettled)):
+            for text in texts:
+                _print_wrapped(f"{word}  {text}")
+        if not wrong:
             lost = auditor.count_lost(a, b)
-            rest = f"; {lost} messages that one of them sent, the other did not receive" * bool(
-                lost
+            rest = ""
+            if lost:
+                rest = f"; {lost} messages that one of them sent, the other did not receive"
+            other = ", but for that," * bool(unsettled)
+            _print_wrapped(
+                f"ok     {a.node} and {b.node} agree{other} on what they sent each other{rest}"
             )
-            _print_wrapped(f"ok     {a.node} and {b.node} agree on what they sent each other{rest}")
-    if contradictions or any(report.problems for report in reports):
-        raise typer.Exit(1)
+    return wrong_in_all, open_in_all
 
 
 def _print_audit(report: Any) -> None:
@@ -335,6 +369,7 @@ def _print_audit(report: Any) -> None:
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     def format_time(seconds: float) -> str:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -376,7 +411,7 @@ def _print_audit(report: Any) -> None:
     for head in ("  member", "sent", "received", "declined", "missing", "refused"):
         table.add_column(head, overflow="fold")
     for name, of in sorted(report.traffic.items()):
-        table.add_row(
+        row = (
             f"  {name or 'unknown'}",
             format_amount(of.sent, of.sent_bytes),
             format_amount(of.received, of.received_bytes),
@@ -384,6 +419,8 @@ def _print_audit(report: Any) -> None:
             format_counts(of.missing),
             format_counts(of.refused),
         )
+        # Plain text: words of a log are no markup.
+        table.add_row(*map(Text, row))
     if report.traffic:
         Console(width=80, highlight=False).print(table)
     if report.problems:

@@ -3,9 +3,15 @@
 What a log proves rests on three things: the chain (a line that was changed, removed or added is
 found), the node's signatures at the end of every round (the chain was not written again by somebody
 without its key), and the signatures of other members under what they sent (they cannot deny it).
-Keys come from rosters that the organizer signed, if they are given; else from the log itself.
+Keys come from rosters that the organizer signed, if they are given; else from the log itself. What
+a member sent is judged by the roster that counted when it came: by its key of then, and not at all
+when it was no member any more.
+
+Nobody is accused by another's word. Two manifests for one address that a member signed are a proof;
+that a log lacks a message is a contradiction only where that log is known to be complete.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +20,11 @@ from typing import Any
 
 from coterie.errors import ConfigError, CoterieError
 from coterie.net import audit, identity
-from coterie.net.payload import Refused, parse_strict_json
+from coterie.net.outbox import KEEP
+from coterie.net.payload import Refused, escape_text, parse_strict_json
 from coterie.net.roster import Roster
+from coterie.net.wire import NAME, parse_manifest
 from coterie.net.wire import bytes_to_sign as manifest_signed
-from coterie.net.wire import parse_manifest
 
 # More than a roster of 1000 members takes in a line. Longer lines are not read into memory.
 MAX_LINE = 4 * 1024 * 1024
@@ -33,6 +40,68 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "members": dict,
 }
 _Key = tuple[int, int, int, int, str]  # incarnation, round, exchange, client, kind
+# What a log says of others: their names, and words of the program that wrote it.
+_NAMED = ("node", "run", "peer", "from", "to")
+_WORDS = ("event", "reason", "code", "kind", "of")
+_WORD = re.compile(r"[a-z0-9_:.-]{1,80}")
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A message that a log has, with its sender's signature.
+
+    Args:
+        digest: of the payload.
+        key: the sender's public key by the roster that counted.
+        path: the file with the line.
+        place: where the line begins in it.
+    """
+
+    digest: str
+    key: str
+    path: Path
+    place: int
+
+
+@dataclass(frozen=True)
+class Equivocation:
+    """Two manifests of one member for one address, with different digests, both signed.
+
+    Args:
+        run: the run's id.
+        member: who signed them.
+        key: its public key, under which both signatures are valid.
+        address: incarnation, round, exchange, client and kind.
+        found: the two manifests as they were signed, their signatures, and whose log has them.
+    """
+
+    run: str
+    member: str
+    key: str
+    address: _Key
+    found: tuple[tuple[str, str, str], tuple[str, str, str]]
+
+    def make_document(self) -> dict[str, Any]:
+        """Return the proof as plain values: all that somebody needs who has the public key."""
+        signed = [
+            {"manifest": manifest, "signature": signature, "log": node}
+            for manifest, signature, node in self.found
+        ]
+        about = {"proof": "equivocation", "run": self.run, "member": self.member, "key": self.key}
+        return {**about, "signed": signed}
+
+
+@dataclass
+class Life:
+    """What a log says of one incarnation of its node.
+
+    Args:
+        head: the last round that ended with a signature; -2 before the first.
+        ended: whether the node stopped in order.
+    """
+
+    head: int = -2
+    ended: bool = False
 
 
 @dataclass
@@ -42,7 +111,7 @@ class MemberTraffic:
     Args:
         sent: the digest of each message that was sent to it, by incarnation, round, exchange,
             client and kind.
-        received: the same of messages that it sent.
+        received: the same of messages that it sent, with where they are in the log.
         sent_bytes: bytes of payload, repetitions included.
         received_bytes: bytes of payload.
         declined: how often it asked for something and did not get it, by reason.
@@ -51,7 +120,7 @@ class MemberTraffic:
     """
 
     sent: dict[_Key, str] = field(default_factory=dict)
-    received: dict[_Key, str] = field(default_factory=dict)
+    received: dict[_Key, Receipt] = field(default_factory=dict)
     sent_bytes: int = 0
     received_bytes: int = 0
     declined: Counter[str] = field(default_factory=Counter)
@@ -70,6 +139,7 @@ class Report:
         key: the node's public key, the newest.
         lines: number of lines.
         first: time of the first line, in seconds since 1970.
+        first_head: round of the first signature; -2 if there is none.
         last: time of the last line.
         begins: number of the first line; 0 for the beginning of a chain.
         heads: number of signatures of the node that are valid.
@@ -83,6 +153,11 @@ class Report:
         repaired: number of times that half a line was removed.
         members: fingerprints of the keys of members that were met, by name.
         traffic: by member; "" for what could not be ascribed to one.
+        own_keys: public keys of the node, the newest last.
+        lives: by incarnation, the oldest first.
+        doubles: messages that came twice for one address, with different digests: the member, the
+            address and both.
+        keys: the members' public keys by version of the roster.
         problems: why the log cannot be trusted, the first one first; empty if it can.
     """
 
@@ -92,6 +167,7 @@ class Report:
     key: str = ""
     lines: int = 0
     first: float = 0.0
+    first_head: int = -2
     last: float = 0.0
     begins: int = 0
     heads: int = 0
@@ -104,6 +180,10 @@ class Report:
     repaired: int = 0
     members: dict[str, str] = field(default_factory=dict)
     traffic: dict[str, MemberTraffic] = field(default_factory=dict)
+    own_keys: list[str] = field(default_factory=list)
+    lives: dict[int, Life] = field(default_factory=dict)
+    doubles: list[tuple[str, _Key, Receipt, Receipt]] = field(default_factory=list)
+    keys: dict[int, dict[str, str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def traffic_with(self, member: str) -> MemberTraffic:
@@ -145,37 +225,152 @@ def check_log(path: Path, rosters: Sequence[Roster] = ()) -> Report:
     return _LogReader(path, rosters).parse_files(find_files(path))
 
 
-def compare_logs(a: Report, b: Report) -> list[str]:
-    """Return in what two logs of one run contradict each other; empty if they do not.
+def compare_logs(a: Report, b: Report) -> tuple[list[str], list[str]]:
+    """Compare what two logs of one run say of each other.
 
     What one has from the other must be what the other says that it sent. What was sent and did not
     arrive is no contradiction.
+
+    Returns:
+        In what they contradict each other, and what cannot be judged, because the sender's log is
+        not known to be complete where the message would be. Empty lists if they agree.
     """
     if a.run != b.run or a.node == b.node:
-        return []
-    out = []
+        return [], []
+    differ = [v for v in a.keys.keys() & b.keys.keys() if a.keys[v] != b.keys[v]]
+    if differ:
+        # One of them is forged, and what it says of others proves nothing.
+        return [
+            f"the logs of {a.node} and {b.node} have other members or keys in version "
+            f"{min(differ)} of the roster; --roster says which log is wrong"
+        ], []
+    wrong, unsettled = [], []
     for sender, reader in ((a, b), (b, a)):
         sent, received = (
             sender.traffic_with(reader.node).sent,
             reader.traffic_with(sender.node).received,
         )
-        lacking = [key for key in received if key not in sent]
-        other = [key for key, found in received.items() if key in sent and sent[key] != found]
+        to_all = {
+            (key, digest) for of in sender.traffic.values() for key, digest in of.sent.items()
+        }
         who = f"{reader.node} received from {sender.node}"
-        if lacking:
-            # A power cut can take lines that were not synced, which explains that some are
-            # missing.
-            torn = " (its log has a break)" if sender.repaired or sender.unended else ""
-            out.append(
-                f"{_format_count(lacking)} that {who} are not in {sender.node}'s log{torn}: "
-                f"{_describe_message(lacking[0])}"
+        unknown = [key for key, at in received.items() if at.key not in sender.own_keys]
+        if unknown:
+            # Whose key it is, the reader's log alone says.
+            unsettled.append(
+                f"{_format_count(unknown)} that {who} are under a key that {sender.node}'s log does "
+                f"not have; --roster says whose it is: {_describe_message(unknown[0])}"
+            )
+        received = {key: at for key, at in received.items() if at.key in sender.own_keys}
+        # A message that others got too may have been passed on by one of them.
+        lacking = [
+            key
+            for key, found in received.items()
+            if key not in sent and (key, found.digest) not in to_all
+        ]
+        other = [key for key, at in received.items() if key in sent and sent[key] != at.digest]
+        reasons = {key: _explain_gap(sender, key) for key in lacking}
+        certain = [key for key in lacking if not reasons[key]]
+        if certain:
+            wrong.append(
+                f"{_format_count(certain)} that {who} are not in {sender.node}'s log: "
+                f"{_describe_message(certain[0])}"
+            )
+        for reason in dict.fromkeys(filter(None, reasons.values())):
+            keys = [key for key in lacking if reasons[key] == reason]
+            unsettled.append(
+                f"{_format_count(keys)} that {who} are not in {sender.node}'s log, {reason}: "
+                f"{_describe_message(keys[0])}"
             )
         if other:
-            out.append(
+            wrong.append(
                 f"{_format_count(other)} that {who} have another digest in {sender.node}'s log: "
                 f"{_describe_message(other[0])}"
             )
-    return out
+    return wrong, unsettled
+
+
+def _explain_gap(sender: Report, key: _Key) -> str:
+    """Return why a sender's log may lack a message that it sent; "" when it may not."""
+    incarnation, round, *_ = key
+    life = sender.lives.get(incarnation)
+    if life is None:
+        if sender.lives and incarnation > max(sender.lives):
+            return "which ends before that start of the node"
+        return "which begins later" if sender.begins else ""
+    # A log that begins in the middle: what was sent before is in an earlier file.
+    if sender.begins and incarnation == min(sender.lives) and round <= sender.first_head:
+        return "which begins later"
+    # A message can be asked for until it is dropped, some rounds later.
+    if life.ended or round <= life.head - KEEP:
+        return ""
+    if incarnation == max(sender.lives):
+        return f"which ends after round {life.head}: it goes on, or was cut off; ask for the rest"
+    return "which may have lost lines after its last signature, since the node was killed"
+
+
+def find_equivocations(
+    reports: Sequence[Report], rosters: Sequence[Roster] = ()
+) -> list[Equivocation]:
+    """Return, for each address, two signed manifests with different digests, if there are.
+
+    Logs of any readers count, those with problems included: what proves is in the signatures. They
+    count under one key of the sender, which all logs, and the organizer's rosters if they were
+    given, name as the member's.
+
+    Args:
+        reports: of logs of any runs.
+        rosters: rosters of the organizer, with verified signatures.
+    """
+    given = {(r.run, m.name, m.key) for r in rosters for m in r.members}
+    first: dict[tuple[str, str, str, _Key], tuple[Report, Receipt]] = {}
+    found: dict[tuple[str, str, str, _Key], Equivocation] = {}
+    for report in reports:
+        for member, of in report.traffic.items():
+            both = [(key, at) for key, at in of.received.items()]
+            both += [(key, at) for name, key, _, at in report.doubles if name == member]
+            for key, at in both:
+                confirmed = not given or (report.run, member, at.key) in given
+                if not confirmed or not _agree_on_key(reports, report.run, member, at.key):
+                    continue
+                where = report.run, member, at.key, key
+                known, before = first.setdefault(where, (report, at))
+                if before.digest != at.digest and where not in found:
+                    proofs = (*_read_signed(before), known.node), (*_read_signed(at), report.node)
+                    found[where] = Equivocation(report.run, member, at.key, key, proofs)
+    return list(found.values())
+
+
+def count_changed_by_restarts(reports: Sequence[Report]) -> dict[str, int]:
+    """Return, by member, of how many addresses it signed different messages in several starts.
+
+    After a restart from an older checkpoint that is innocent, so it proves nothing.
+    """
+    digests: dict[tuple[str, str, tuple[int, int, int, str]], dict[int, str]] = {}
+    for report in reports:
+        for member, of in report.traffic.items():
+            for (incarnation, *address), at in of.received.items():
+                where = report.run, member, tuple(address)
+                digests.setdefault(where, {}).setdefault(incarnation, at.digest)  # type: ignore[arg-type]
+    out: Counter[str] = Counter()
+    for (_, member, _), by_start in digests.items():
+        out[member] += len(set(by_start.values())) > 1
+    return {member: number for member, number in out.items() if number}
+
+
+def _agree_on_key(reports: Sequence[Report], run: str, member: str, key: str) -> bool:
+    """Whether no log has another key of a member in a version that another log has with this one."""
+    named = [r.keys for r in reports if r.run == run]
+    versions = {v for keys in named for v, of in keys.items() if of.get(member) == key}
+    return all(keys[v].get(member) == key for keys in named for v in versions & keys.keys())
+
+
+def _read_signed(at: Receipt) -> tuple[str, str]:
+    """Return a manifest and its signature from the line of a log."""
+    with at.path.open("rb") as file:
+        file.seek(at.place)
+        found = parse_strict_json(file.readline(MAX_LINE).rstrip(b"\n"), "line")
+    return found["manifest"], found["signature"]
 
 
 def count_lost(a: Report, b: Report) -> int:
@@ -207,17 +402,20 @@ class _LogReader:
         self.report, self._given = Report(path), {r.version: r for r in rosters}
         self._runs = {r.run for r in rosters}
         self._own: list[str] = []  # keys of the node, the newest first
-        self._keys: dict[str, list[str]] = {}  # keys of members, the newest first
+        self._keys: dict[str, str] = {}  # keys of members, by the roster that counts
+        self._life = Life()  # of the incarnation that the lines are of
         self._running = False
         self._n: int | None = None
-        self._raw = b""
+        self._raw, self._path, self._place = b"", path, 0
         self._prev = audit.NOTHING
 
     def parse_files(self, paths: Sequence[Path]) -> Report:
         """Read the files of a chain."""
         report = self.report
         for path in paths:
+            self._path, end = path, 0
             for number, line in enumerate(_iterate_lines(path), 1):
+                self._place, end = end, end + len(line)
                 # A problem does not end the reading: the report names every line that is wrong.
                 try:
                     self._check_line(line)
@@ -225,7 +423,8 @@ class _LogReader:
                     report.problems.append(f"{path.name} line {number}: {bad}")
                 except (KeyError, TypeError, ValueError, AttributeError, CoterieError) as bad:
                     report.problems.append(
-                        f"{path.name} line {number}: it is no line of an audit log: {bad!r}"
+                        f"{path.name} line {number}: it is no line of an audit log: "
+                        f"{escape_text(repr(bad))}"
                     )
                 # The hash of the line as it is: a changed line breaks the chain once, not at all
                 # later lines.
@@ -312,11 +511,13 @@ class _LogReader:
         # theirs.
         if report.key not in self._own:
             self._own.insert(0, report.key)
+            report.own_keys.append(report.key)
 
     def _on_broken(self, found: Mapping[str, Any]) -> None:
         self._on_file(found)
         raise _InvalidLine(
-            f"a new chain begins, since the node found the one before damaged: {found['text']}"
+            f"a new chain begins, since the node found the one before damaged: "
+            f"{escape_text(found['text'])}"
         )
 
     def _on_repaired(self, found: Mapping[str, Any]) -> None:
@@ -325,12 +526,13 @@ class _LogReader:
     def _on_start(self, found: Mapping[str, Any]) -> None:
         self._on_file(found)
         self.report.starts += 1
+        self._life = self.report.lives.setdefault(found["inc"], Life())
         # A start after a start: the node did not stop in order in between.
         self.report.unended += self._running
         self._running = True
 
     def _on_stop(self, found: Mapping[str, Any]) -> None:
-        self._running = False
+        self._running, self._life.ended = False, True
 
     def _on_roster(self, found: Mapping[str, Any]) -> None:
         report, version = self.report, found["version"]
@@ -341,8 +543,8 @@ class _LogReader:
             )
         if version not in report.rosters:
             report.rosters.append(version)
-        for member in found["members"].values():
-            _check_types(member)
+        for name, member in found["members"].items():
+            _check_types({"node": name, **member})
         keys = {name: member["key"] for name, member in found["members"].items()}
         given = self._given.get(version)
         if given is not None:
@@ -354,11 +556,8 @@ class _LogReader:
             report.confirmed.add(version)
         if report.node in keys and keys[report.node] not in self._own:
             raise _InvalidLine(f"the roster has another key for {report.node} than the log")
-        # Keys are added, not replaced: messages from before a change have the older key.
-        for name, key in keys.items():
-            known = self._keys.setdefault(name, [])
-            if key not in known:
-                known.insert(0, key)
+        # Replaced, not added: what comes under a roster is judged by the keys of that one.
+        self._keys = report.keys[version] = keys
 
     def _on_joined(self, found: Mapping[str, Any]) -> None:
         self.report.members[found["peer"]] = found["key"]
@@ -370,13 +569,19 @@ class _LogReader:
         # The newest own key alone: a head is signed with the key of its time.
         if not _is_signed_by(self._own[:1], *audit.split_signature(self._raw)):
             raise _InvalidLine(f"the signature is not that of {report.node}'s key")
+        if not report.heads:
+            report.first_head = found["round"]
         report.heads, report.unsigned = report.heads + 1, 0
+        self._life.head = found["round"]
 
     # ------------------------------------------------------------------ messages
 
     def _on_sent(self, found: Mapping[str, Any]) -> None:
         to = self.report.traffic_with(found["to"])
         key = found["inc"], found["round"], found["exchange"], found["client"], found["kind"]
+        # Of a log that begins in the middle, messages say which start of the node it is.
+        if found["inc"] not in self.report.lives:
+            self._life = self.report.lives.setdefault(found["inc"], Life(self._life.head))
         to.sent[key] = found["sha256"]
         to.sent_bytes += found["bytes"]
 
@@ -388,12 +593,22 @@ class _LogReader:
             raise _InvalidLine(
                 f"a message of {m.peer} to {m.to or 'all'} in run {m.run}; expected one of {peer}"
             )
-        if not _is_signed_by(
-            self._keys.get(peer, []), bytes.fromhex(found["signature"]), manifest_signed(text)
-        ):
-            raise _InvalidLine(f"the message is not signed by {peer}'s key")
+        key = self._keys.get(peer)
+        if key is None:
+            raise _InvalidLine(
+                f"{peer} is no member by version {report.rosters[-1] if report.rosters else 0} of "
+                "the roster, which counted then"
+            )
+        if not _is_signed_by([key], bytes.fromhex(found["signature"]), manifest_signed(text)):
+            raise _InvalidLine(
+                f"the message is not signed by {peer}'s key of the roster that counted then"
+            )
         of = report.traffic_with(peer)
-        of.received[m.inc, m.round, m.exchange, m.client, m.kind] = m.sha256
+        address = m.inc, m.round, m.exchange, m.client, m.kind
+        receipt = Receipt(m.sha256, key, self._path, self._place)
+        known = of.received.setdefault(address, receipt)
+        if known.digest != m.sha256:
+            report.doubles.append((peer, address, known, receipt))
         of.received_bytes += m.bytes
 
     def _on_declined(self, found: Mapping[str, Any]) -> None:
@@ -430,13 +645,19 @@ def _check_types(found: Any) -> None:
     for name, value in found.items():
         kind = _TYPES.get(name, object)
         # A bool is an int for `isinstance`, and not every JSON reader holds integers from 2^53 on.
-        if (
-            not isinstance(value, kind)
-            or isinstance(value, bool)
-            or (type(value) is int and abs(value) >= 1 << 53)
-        ):
+        fits = (
+            isinstance(value, kind)
+            and not isinstance(value, bool)
+            and not (type(value) is int and abs(value) >= 1 << 53)
+        )
+        # What is shown has no line breaks and no commands for a terminal. Nobody is the member "".
+        if name in _NAMED:
+            fits = fits and (value == "" or NAME.fullmatch(str(value)) is not None)
+        elif name in _WORDS:
+            fits = fits and _WORD.fullmatch(str(value)) is not None
+        if not fits:
             raise _InvalidLine(
-                f"{name[:40]} is {str(value)[:40]}; expected "
+                f"{escape_text(name, 40)} is {escape_text(value, 40)}; expected "
                 f"{getattr(kind, '__name__', 'a number')}"
             )
 

@@ -413,10 +413,7 @@ class RemoteExchange:
                 tensors = {**row, "params": models[client][: len(row["params"])]}
                 # From the next round on: the message of this round is published already.
                 at = Address(self._rng.round + 1, number, client)
-                # `tensors` as a default binds this row; the loop goes on to others.
-                self.post.transport.publish_standing(
-                    at, lambda address, tensors=tensors: self.post.seal(tensors, address)
-                )
+                self.post.publish_standing(tensors, at)
 
     def skip_round(self, exchanges: int) -> None:
         """Pass a round; stopped clients still answer."""

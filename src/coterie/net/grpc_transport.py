@@ -28,8 +28,8 @@ from coterie.errors import TransportError
 from coterie.net import identity as identities
 from coterie.net.identity import Identity, split_address
 from coterie.net.log import RateLimit, Sample
-from coterie.net.outbox import REASONS, Missing, Outbox
-from coterie.net.payload import Refused, parse_strict_json
+from coterie.net.outbox import NO_LAST, REASONS, Missing, Outbox
+from coterie.net.payload import Refused, escape_text, parse_strict_json
 from coterie.net.roster import Member, Roster
 from coterie.net.transport import WAIT, Delivery, HeadSource
 from coterie.net.wire import (
@@ -115,11 +115,6 @@ def check_loopback(roster: Roster, listen: str | None = None) -> None:
             raise TransportError(
                 f"{address} is not a loopback address; without TLS only those are allowed"
             )
-
-
-def escape_text(text: object) -> str:
-    """Return a text that comes from others, in a few characters that can be printed."""
-    return ascii(str(text))[1:-1][:200]
 
 
 @dataclass
@@ -574,9 +569,11 @@ class GrpcTransport:
         self.outbox.publish(address, what, to=to)
         self._announce()
 
-    def publish_standing(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
-        """Answer with one and the same message from a round on."""
-        self.outbox.publish_standing(address, seal)
+    def publish_standing(
+        self, address: Address, seal: Callable[[Address], Parcel], *, last: int = NO_LAST
+    ) -> None:
+        """Answer with one and the same message from a round on, to its last round."""
+        self.outbox.publish_standing(address, seal, last=last)
         # A node that only answers probes does not take part yet.
         if address.kind != "probe":
             self._announce()

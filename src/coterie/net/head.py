@@ -12,9 +12,9 @@ from coterie.errors import PeerMismatch
 from coterie.methods.base import Method
 from coterie.methods.registry import all_settings
 from coterie.models.layout import Layout
-from coterie.net.payload import Refused, parse_strict_json
+from coterie.net.payload import Refused, escape_text, parse_strict_json
 from coterie.net.roster import Roster
-from coterie.net.wire import MAX_HEAD, SIGNATURE, VERSION, canonical_json
+from coterie.net.wire import MAX_HEAD, NAME, SIGNATURE, VERSION, canonical_json
 from coterie.runtime.settings import Settings
 
 # It precedes what is signed, so that a signature of another kind of text never counts here.
@@ -43,6 +43,9 @@ GIVEN = "model.given weights"
 """The setting that names the first weights that no seed draws; compared between members."""
 TABLE = "table."
 """What the settings begin with that say how a node reads its own table."""
+# Bytes of how a table is read. With a thousand names of members and what else is in it, a head stays
+# below its limit.
+_MAX_TABLE = 32 * 1024
 STATES = ("starting", "running", "done")
 
 
@@ -53,7 +56,7 @@ class Head:
     Args:
         run: the run's id.
         peer: the answering node.
-        inc: its incarnation.
+        inc: its incarnation, 0 to 2^53 - 1.
         nonce: the asker's, so that an old answer cannot be replayed.
         round: the round it is in; -1 for the warm-up.
         state: "starting", "running" or "done".
@@ -115,9 +118,22 @@ def parse_head(
         )
     if head.state not in STATES or not -1 <= head.round < 1 << 31:
         raise Refused("head", f"state {head.state[:20]!r} in round {head.round}")
-    if not all(isinstance(name, str) for name in head.met):
+    # Numbers as in a manifest: they are compared, logged and written down.
+    counts = (head.inc, head.roster, head.protocol)
+    if not all(0 <= number < 1 << 53 for number in counts) or not 0 <= head.time < 1 << 40:
+        raise Refused("head", "a number is out of range")
+    if not all(isinstance(name, str) and NAME.fullmatch(name) for name in head.met):
         raise Refused("head", "met is not a list of names")
+    if not all(_is_plain(value) for value in head.settings.values()):
+        raise Refused("head", "a setting is neither a text nor a number nor true or false")
     return head
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a setting is a plain value; whole numbers are below 2^53, for any JSON reader."""
+    if type(value) is int:
+        return abs(value) < 1 << 53
+    return value is None or isinstance(value, str | bool | float)
 
 
 def settings_of(
@@ -188,7 +204,11 @@ def with_table(settings: dict[str, Any], federation: Federation) -> dict[str, An
     schema = TableSchema.from_federation(federation)
     if schema is None:
         return settings
-    return settings | {f"{TABLE}{name}": text for name, text in schema.list_coding().items()}
+    coding = schema.list_coding()
+    text = canonical_json(coding)
+    if len(text) > _MAX_TABLE:
+        coding = {"all columns": hashlib.sha256(text).hexdigest()}
+    return settings | {f"{TABLE}{name}": value for name, value in coding.items()}
 
 
 def _select_common(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -250,7 +270,11 @@ def schema_hash(layout: Layout) -> str:
 def describe_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """Name the settings in which two nodes differ, with both values; "" when there are none."""
     keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k)]
-    differ = [f"{k} is {theirs.get(k)!r} there and {mine.get(k)!r} here" for k in keys[:4]]
+    differ = [
+        f"{escape_text(k, 80)} is {escape_text(repr(theirs.get(k)), 80)} there and "
+        f"{escape_text(repr(mine.get(k)), 80)} here"
+        for k in keys[:4]
+    ]
     return "; ".join(differ) + ("; and more" if len(keys) > 4 else "")
 
 
@@ -311,7 +335,7 @@ def check_study(
         name = odd[0]
         text = (
             describe_difference(settings, others[name].settings)
-            or f"model schema {others[name].schema[:16]}"
+            or f"model schema {escape_text(others[name].schema, 16)}"
         )
         raise PeerMismatch(f"{name} runs something else than {roster.run} here: {text}")
     for key in (TABLE, GIVEN):

@@ -196,10 +196,7 @@ def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
             post.seal(tensors, at)
         except Refused:
             return False
-        # `tensors` as a default binds this message; the loop goes on to others.
-        post.transport.publish_standing(
-            at, lambda address, tensors=tensors: post.seal(tensors, address)
-        )
+        post.publish_standing(tensors, at)
     return True
 
 

@@ -13,6 +13,9 @@ from typing import Any
 from coterie._util.loopback import HOST, is_local_request
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+# How many warnings of one kind about one member, in how many seconds: some before the limit counts,
+# so that a quarrel of a few rounds is logged in full.
+_ABOUT_ONE = 20, 200.0
 
 
 @dataclass
@@ -20,7 +23,8 @@ class Log:
     """Writes events as JSON lines. Keys and weights never occur in them.
 
     A line that cannot be written does not end the run; the next one that can says how many are
-    missing.
+    missing. Of the warnings of one kind about one member only some are written, the next one with
+    the number of the others in `untold`.
 
     Args:
         node: who writes.
@@ -28,7 +32,8 @@ class Log:
         stream: where: has `write` and `flush`.
         round: the round that is going on; kept up to date by the node.
         clock: seconds since 1970.
-        also: receives (event, level, details) of every event, those below the least level included.
+        also: receives (event, level, details) of every event, those below the least level and
+            those over the limit included.
     """
 
     node: str
@@ -38,6 +43,7 @@ class Log:
     clock: Callable[[], float] = time.time
     also: Callable[[str, str, dict[str, Any]], None] = lambda event, level, details: None
     _lost: int = 0
+    _limits: dict[tuple[str, str], "RateLimit"] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
 
     def __call__(self, event: str, *, level: str = "info", **details: Any) -> None:
@@ -45,6 +51,15 @@ class Log:
         self.also(event, level, details)
         if LEVELS[level] < LEVELS[self.level]:
             return
+        # Whose event it is: a member, or the source of a roster. No member fills the log.
+        about = details.get("peer", details.get("source"))
+        if about is not None and level in ("warning", "error"):
+            with self._lock:
+                allowed = self._limits.setdefault((event, str(about)), RateLimit(*_ABOUT_ONE))
+                suppressed = allowed()
+            if suppressed is None:
+                return
+            details = {**details, "untold": suppressed} if suppressed else details
         line = {
             "time": round(self.clock(), 3),
             "level": level,
@@ -107,9 +122,14 @@ def format_samples(samples: Iterable[Sample]) -> str:
             # By the convention of Prometheus, only counters end in _total.
             kind = "counter" if name.endswith("_total") else "gauge"
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]
-        inner = ",".join(f'{key}="{value_}"' for key, value_ in sorted(labels.items()))
+        inner = ",".join(f'{key}="{_escape_label(of)}"' for key, of in sorted(labels.items()))
         lines.append(f"{name}{{{inner}}} {value}" if inner else f"{name} {value}")
     return "\n".join(lines) + "\n"
+
+
+def _escape_label(value: str) -> str:
+    """Return the value of a label as the format wants it: a quote or a line break ends nothing."""
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 class MetricsServer:

@@ -213,6 +213,8 @@ class Node:
             self.update_roster,
             self._server_signs,
         )
+        # New clients count their own rounds, from -1.
+        self.post.last_round = max(plan.settings.rounds, plan.settings.new_client_rounds) - 1
         if audit is not None:
             self.post.on_answer, self.post.ensure_able = audit.record_delivery, audit.ensure_written
         door = latecomers.LateExchange if self.late else RemoteExchange

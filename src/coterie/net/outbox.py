@@ -16,6 +16,9 @@ from coterie.net.wire import Address, Parcel
 
 KEEP = 8  # rounds with messages: a slower reader still gets the message of its own round
 KEEP_BYTES = 256 * 1024 * 1024  # two rounds are kept, whatever their size
+KEEP_SEALED = 64 * 1024 * 1024  # bytes of standing messages, by the rounds that were asked for
+NO_LAST = (1 << 31) - 1
+"""The last round that an address can name."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,13 @@ class _Waiting:
     answer: Answer
 
 
+@dataclass(frozen=True)
+class _Standing:
+    first: int
+    last: int
+    seal: Callable[[Address], Parcel]
+
+
 class Outbox:
     """A node's published messages and open questions.
 
@@ -68,7 +78,7 @@ class Outbox:
     ) -> None:
         self.per_asker, self._clock = per_asker, clock
         self._published: dict[Address, tuple[str, Parcel | Missing]] = {}
-        self._standing: dict[tuple[int, int, str], tuple[int, Callable[[Address], Parcel]]] = {}
+        self._standing: dict[tuple[int, int, str], _Standing] = {}
         # standing messages that were requested lately
         self._sealed: dict[Address, Parcel] = {}
         self._waiting: dict[tuple[str, Address], _Waiting] = {}
@@ -101,15 +111,20 @@ class Outbox:
         # Outside of the lock: an answer may send bytes, or come back to this outbox.
         _deliver_answers(answers)
 
-    def publish_standing(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
-        """Answer with the same message in this round and all later ones.
+    def publish_standing(
+        self, address: Address, seal: Callable[[Address], Parcel], *, last: int = NO_LAST
+    ) -> None:
+        """Answer with the same message in this round and later ones.
 
         Args:
             address: the address in the first round.
             seal: signs the message for a round.
+            last: the last round; each round that is asked for costs a signature and a line of the
+                audit log, so members must not choose it.
         """
         with self._change:
-            self._standing[address.exchange, address.client, address.kind] = (address.round, seal)
+            key = address.exchange, address.client, address.kind
+            self._standing[key] = _Standing(address.round, last, seal)
             # They are of the older message.
             self._sealed.clear()
             answers = self._take_due()
@@ -196,11 +211,9 @@ class Outbox:
                 return self._make_missing("forbidden")
             # The round is that of now: it shows the asker how far this node is.
             return what if isinstance(what, Parcel) else replace(what, round=self._newest)
-        since, seal = self._standing.get(
-            (address.exchange, address.client, address.kind), (0, None)
-        )
-        if seal is not None and address.round >= since:
-            return self._seal_standing(address, seal)
+        standing = self._standing.get((address.exchange, address.client, address.kind))
+        if standing is not None and standing.first <= address.round <= standing.last:
+            return self._seal_standing(address, standing.seal)
         if address.round < self._newest:
             return self._make_missing("gone")
         return self._make_missing("not_ready") if waiting.until <= self._clock() else None
@@ -211,7 +224,7 @@ class Outbox:
             self._sealed[address] = seal(address)
             while (
                 len(self._sealed) > 1
-                and sum(parcel.size for parcel in self._sealed.values()) > KEEP_BYTES
+                and sum(parcel.size for parcel in self._sealed.values()) > KEEP_SEALED
             ):
                 # The oldest one: a dictionary keeps the order of insertion.
                 del self._sealed[next(iter(self._sealed))]

@@ -30,8 +30,17 @@ _DTYPES = {  # in the order of safetensors, which writes the tensors of a later 
 }
 
 
+def escape_text(text: object, most: int = 200) -> str:
+    """Return a text that comes from others, in at most so many characters that can be printed."""
+    # Cut twice: before, so that little is escaped, and after, because an escape is longer.
+    shown = (c if " " <= c <= "~" else ascii(c)[1:-1] for c in str(text)[:most])
+    return "".join(shown)[:most]
+
+
 class Refused(TransportError):
     """A message failed a check, and why.
+
+    The text is escaped and cut, because it may quote what another member sent.
 
     Args:
         code: a short word for counting: "signature", "digest", "shape", ...
@@ -39,7 +48,7 @@ class Refused(TransportError):
     """
 
     def __init__(self, code: str, text: str) -> None:
-        super().__init__(f"{code}: {text}")
+        super().__init__(f"{code}: {escape_text(text, 300)}")
         self.code = code
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coterie.errors import ExchangeError, TransportError
 from coterie.net import identity
-from coterie.net.outbox import Missing
+from coterie.net.outbox import NO_LAST, Missing
 from coterie.net.payload import Refused, Template
 from coterie.net.roster import Roster
 from coterie.net.transport import Delivery, Transport
@@ -114,6 +114,7 @@ class Post:
     Attributes:
         ahead: the latest round of a peer that says, without a signature, that it has passed this
             node's round: a reason to ask for signed heads.
+        last_round: the last round of the run, for which others can still ask.
         on_answer: called with (member, address, message or reason) for every question of this node
             that has ended.
         on_server_wait: called between two questions to a server that does not answer.
@@ -144,6 +145,7 @@ class Post:
         self.deadline = deadline or (lambda: self.terms.deadline)
         self.traffic = Traffic()
         self.ahead: int | None = None
+        self.last_round = NO_LAST
         self.on_answer: Callable[[str, Address, Delivery | Missing], None] = (
             lambda peer, address, found: None
         )
@@ -211,8 +213,13 @@ class Post:
 
     def serve_probe(self) -> None:
         """Answer probes of the link to this node."""
+        zeros = {"probe": torch.zeros(PROBE_BYTES, dtype=torch.uint8)}
+        self.transport.publish_standing(PROBE, lambda at: self.seal(zeros, at), last=PROBE.round)
+
+    def publish_standing(self, tensors: Mapping[str, Tensor], address: Address) -> None:
+        """Answer with one message from a round on, to the last one of the run."""
         self.transport.publish_standing(
-            PROBE, lambda at: self.seal({"probe": torch.zeros(PROBE_BYTES, dtype=torch.uint8)}, at)
+            address, lambda at: self.seal(tensors, at), last=self.last_round
         )
 
     def measure_link(self, peer: str, seconds: float) -> Delivery | Missing:

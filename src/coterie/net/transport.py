@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from coterie.net.outbox import Missing, Outbox
+from coterie.net.outbox import NO_LAST, Missing, Outbox
 from coterie.net.payload import Refused
 from coterie.net.roster import Roster
 from coterie.net.wire import Address, Assembler, Expectation, Manifest, Parcel
@@ -52,8 +52,10 @@ class Transport(Protocol):
         """Store a message for later requests; from the first one on, this node counts as alive."""
         ...
 
-    def publish_standing(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
-        """Answer with one and the same message from a round on."""
+    def publish_standing(
+        self, address: Address, seal: Callable[[Address], Parcel], *, last: int = NO_LAST
+    ) -> None:
+        """Answer with one and the same message from a round on, to its last round."""
         ...
 
     def fetch(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
@@ -150,9 +152,11 @@ class InProcess:
         self.outbox.publish(address, what, to=to)
         self._announced = True
 
-    def publish_standing(self, address: Address, seal: Callable[[Address], Parcel]) -> None:
-        """Answer with one and the same message from a round on."""
-        self.outbox.publish_standing(address, seal)
+    def publish_standing(
+        self, address: Address, seal: Callable[[Address], Parcel], *, last: int = NO_LAST
+    ) -> None:
+        """Answer with one and the same message from a round on, to its last round."""
+        self.outbox.publish_standing(address, seal, last=last)
         # Answering a probe of the link does not mean that a node takes part.
         self._announced |= address.kind != "probe"
 

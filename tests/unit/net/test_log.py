@@ -6,10 +6,11 @@ What may be told rarely is told rarely, and how often it was not told is said.
 import http.client
 import io
 import json
+from collections import Counter
 
 import pytest
 
-from coterie.net.log import Log, MetricsServer, RateLimit
+from coterie.net.log import Log, MetricsServer, RateLimit, format_samples
 
 
 class Full(io.StringIO):
@@ -83,3 +84,31 @@ def test_what_happens_without_end_is_told_so_often_in_so_many_seconds():
     assert rarely() is None
     now[0] = 10.0
     assert [rarely(), rarely(), rarely()] == [4, 0, None]
+
+
+def test_warnings_about_one_member_are_written_at_a_rate_and_others_are_not_held_back():
+    """A member whose answers are refused again and again does not fill the log; nothing else is missing."""
+    seen: list[str] = []
+    log = Log("a", stream=(stream := io.StringIO()))
+    log.also = lambda event, level, details: seen.append(event)
+    for number in range(1000):
+        log("refused", level="warning", peer="n1", code="head")
+        log("roster_refused", level="warning", source="n1")
+        log("round", seconds=number)
+    log("refused", level="warning", peer="n2", code="head")
+    log("mismatch", level="error", peer="n1")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    count = Counter((line["event"], line.get("peer")) for line in lines)
+    assert count == {
+        ("refused", "n1"): 20,
+        ("roster_refused", None): 20,
+        ("round", None): 1000,
+        ("refused", "n2"): 1,
+        ("mismatch", "n1"): 1,
+    }
+    assert len(seen) == 3002, "the audit log counts all of them"
+
+
+def test_no_value_of_a_label_ends_a_line_or_its_quotes():
+    said = format_samples([("coterie_x", "help", {"reason": 'a"b\\c\nforged 1'}, 1.0)])
+    assert said.splitlines()[2:] == ['coterie_x{reason="a\\"b\\\\c\\nforged 1"} 1.0']

@@ -156,3 +156,28 @@ def test_a_standing_message_is_sealed_once_for_all_who_ask(outbox):
         outbox.ask(asker, Address(4, 0, 5), 0.0, got.append)
         outbox.note_sent(asker)
     assert (sealed, len(got), got[0] is got[2]) == ([Address(4, 0, 5)], 3, True)
+
+
+def test_a_standing_message_ends_with_its_last_round(outbox):
+    """A probe is of one round, and others of the rounds of the run: members cannot order signatures without end."""
+    sealed = []
+
+    def seal(at: Address) -> Parcel:
+        sealed.append(at.round)
+        return parcel("m")
+
+    outbox.publish_standing(at(4), seal, last=6)
+    for round in (3, 4, 6, 7, (1 << 31) - 1):
+        ask(outbox, "b", at(round))
+        outbox.note_sent("b")
+    assert sealed == [4, 6]
+
+
+def test_standing_messages_of_many_rounds_take_bounded_memory(outbox, monkeypatch):
+    """With room for 200 bytes: of messages of 84 bytes the two that were asked for last are kept."""
+    monkeypatch.setattr("coterie.net.outbox.KEEP_SEALED", 200)
+    outbox.publish_standing(at(0), lambda address: parcel(f"{address.round}"))
+    for round in range(320):
+        ask(outbox, "b", at(round))
+        outbox.note_sent("b")
+    assert list(outbox._sealed) == [at(318), at(319)]
