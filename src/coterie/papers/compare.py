@@ -529,6 +529,7 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
         by_row.setdefault(one.row, []).append(one)
     lines: list[ComparedNumber] = []
     standing: dict[str, str] = {}
+    undefined: dict[str, None] = {}
     for entry in result.study.methods:
         row = entry.paper or ""
         found = []
@@ -536,6 +537,8 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
             line = _compare_number(result, entry.label, one)
             if line is not None:
                 found.append(line)
+            elif result.find_row(entry.label, one.cluster, one.metric) is not None:
+                undefined[_describe_undefined(entry.label, REGISTRY[one.metric])] = None
         if found:
             # The first method of a row stands for it.
             chosen = standing.setdefault(row, entry.label) != entry.label
@@ -546,8 +549,15 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
     notes = numbers.find_notes(experiment)
     return PaperComparison(
         result.study.name, experiment, reference, result.study.scale, lines, roles, rows, notes,
-        result.seeds, result.left_out, result.describe_gaps(),
+        result.seeds, result.left_out, [*result.describe_gaps(), *undefined],
     )  # fmt: skip
+
+
+def _describe_undefined(label: str, metric: Metric) -> str:
+    return (
+        f"{label} is not compared by {metric.title}: in some seed a client of it has no finite "
+        "value (it diverged)."
+    )
 
 
 PREDICTED_COSTS = {metrics.MODELS_MOVED.name: 0.5, metrics.BANDWIDTH.name: 0.005}
@@ -763,7 +773,7 @@ def _compare_number(result: StudyResult, label: str, one: PublishedNumber) -> Co
     # The deviation over clusters is not stored: it is computed from the clusters' means.
     if one.metric == metrics.STD_OVER_CLUSTERS.name:
         means = _cluster_means(result, label)
-        if not means:
+        if not means or not np.isfinite(means).all():
             return None
         row = next(
             r for r in result.rows if r["label"] == label and r["metric"] == metrics.ACCURACY.name
@@ -773,11 +783,11 @@ def _compare_number(result: StudyResult, label: str, one: PublishedNumber) -> Co
         row = _find_time_ratio(result, label, one.metric) or result.find_row(
             label, one.cluster, one.metric
         )
-        if row is None or row["mean"] is None or math.isnan(row["mean"]):
+        if row is None or row["mean"] is None or not math.isfinite(row["mean"]):
             return None
         mean, seeds = float(row["mean"]), int(row["seeds"])
         # One seed has no deviation.
-        std = float(row["std"]) if seeds > 1 else None
+        std = None if seeds < 2 or row["std"] is None else float(row["std"])
     difference = mean - one.mean
     return ComparedNumber(
         label,
@@ -830,9 +840,14 @@ def _judge_number(
 
 
 def _cluster_means(result: StudyResult, label: str) -> list[float]:
-    wanted = (label, metrics.ACCURACY.name)
-    own = [r for r in result.rows if (r["label"], r["metric"]) == wanted]
-    return [float(r["mean"]) for r in own if r["cluster"] not in summary.MEANS]
+    """Return the accuracy of each cluster; NaN for one that has none."""
+    means = []
+    for row in result.rows:
+        is_own = (row["label"], row["metric"]) == (label, metrics.ACCURACY.name)
+        if is_own and row["cluster"] not in summary.MEANS:
+            # A stored summary has None where a mean is not finite.
+            means.append(math.nan if row["mean"] is None else float(row["mean"]))
+    return means
 
 
 def _find_orderings(lines: Sequence[ComparedNumber]) -> tuple[list[Ordering], list[Ordering]]:

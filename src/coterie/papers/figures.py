@@ -74,7 +74,11 @@ def plot_simplexes(runs: NamedRuns) -> DrawnFigure:
     figure, panels = make_panels(len(clients))
     # One color scale for all panels, so that they can be compared.
     accuracy = ACCURACY.scale * table[ACCURACY.name].to_numpy(float)
-    norm = Normalize(accuracy.min(), accuracy.max())
+    # A model whose outputs are not finite has no accuracy: no color, and no end of the scale.
+    known = accuracy[np.isfinite(accuracy)]
+    if not len(known):
+        raise DataError("no model of the simplex has finite outputs; there is nothing to show")
+    norm = Normalize(known.min(), known.max())
     for axes, client in zip(panels, clients, strict=True):
         own = table.loc[(table["client"] == client).to_numpy()]
         # Barycentric coordinates: the weighted mean of the corners.
@@ -98,6 +102,9 @@ def plot_simplexes(runs: NamedRuns) -> DrawnFigure:
         title = "all test sets"
         if client != ALL_CLIENTS:
             title = shorten_text(format_client(run.client_names, client))
+        lost = int(np.count_nonzero(~np.isfinite(value)))
+        if lost:
+            title += f"\n{lost} of {len(value)} not defined"
         axes.set(title=title, aspect="equal")
         axes.axis("off")
     figure.colorbar(

@@ -16,6 +16,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from coterie._util.files import prepare_file, write_atomically
 from coterie._util.names import format_clients, shorten_text
 from coterie.functional.metrics import EPSILON, Metric
@@ -162,7 +164,9 @@ def describe_privacy(runs: Sequence[StoredRun]) -> list[str]:
     for label, values in found.items():
         if values:
             mean = EPSILON.format_value(sum(values) / len(values))
-            parts.append(f"{label} {mean} ({EPSILON.format_value(max(values))})")
+            # Not `max`, which finds NaN or not by the order of the values.
+            largest = EPSILON.format_value(float(np.max(values)))
+            parts.append(f"{label} {mean} ({largest})")
     if not parts:
         return []
     # The largest is the weakest guarantee that any client has.

@@ -693,6 +693,8 @@ def draw_setting_lines(
         mean = scale * own["mean"].to_numpy()
         half = scale * (own["high"] - own["mean"]).fillna(0.0).to_numpy(float)
         axes.errorbar(x, mean, yerr=half, label=method, capsize=2, **select_style(place))
+        for one, value in zip(x, mean, strict=True):
+            _note_undefined(axes, one, value)
     fit_scale(axes, metric, table["mean"].tolist())
     values = np.unique(table[setting].to_numpy(float))
     # A factor of 20 is more than a decade: equal steps would crowd the small values.
@@ -705,11 +707,15 @@ def draw_setting_lines(
 def _draw_grid(axes: Axes, table: pd.DataFrame, called: Mapping[str, str], metric: Metric) -> None:
     asked = [*called]
     best = "min" if metric.sign < 0 else "max"
-    grid = (
-        table.pivot_table(index=asked[0], columns=asked[1], values="mean", aggfunc=best)
-        * metric.scale
+    # A point at which no method has a mean stays a cell, and says so.
+    grid = metric.scale * table.pivot_table(
+        index=asked[0], columns=asked[1], values="mean", aggfunc=best, dropna=False
     )
-    image = axes.imshow(grid.to_numpy(), cmap="cividis", aspect="auto", origin="lower")
+    image = axes.imshow(grid.to_numpy(float), cmap="cividis", aspect="auto", origin="lower")
+    tried = {tuple(point) for point in table[asked].to_numpy().tolist()}
+    for down, across in np.argwhere(~np.isfinite(grid.to_numpy(float))):
+        if (grid.index[down], grid.columns[across]) in tried:
+            axes.text(across, down, "not defined", ha="center", va="center", fontsize=5)
     axes.grid(visible=False)
     axes.set_xticks(range(grid.shape[1]), [f"{v:g}" for v in grid.columns])
     axes.set_yticks(range(grid.shape[0]), [f"{v:g}" for v in grid.index])
@@ -777,11 +783,17 @@ def _reduce_over_seeds(table: pd.DataFrame, first: str, others: Sequence[str]) -
         if column in ("panel", "method"):
             table[column] = pd.Categorical(table[column], list(dict.fromkeys(table[column])))
     grouped = table.groupby([first, *others], sort=True, observed=True)["value"]
-    reduced = grouped.agg(mean="mean", std=_std_over_seeds, seeds="count").reset_index()
+    # Not pandas' own mean, which leaves NaN out: a seed that diverged is no seed less.
+    reduced = grouped.agg(mean=_mean_over_seeds, std=_std_over_seeds, seeds="size").reset_index()
     intervals = [compute_mean_interval(row) for row in reduced.to_dict("records")]
     for place, name in enumerate(("low", "high")):
         reduced[name] = [math.nan if one is None else one[place] for one in intervals]
     return reduced
+
+
+def _mean_over_seeds(values: pd.Series) -> float:
+    """Return the mean over seeds; NaN where that of one is."""
+    return summary.mean_std_over_seeds(values.to_numpy(float))[0]
 
 
 def _std_over_seeds(values: pd.Series) -> float:

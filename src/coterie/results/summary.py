@@ -362,9 +362,11 @@ def summarize_new_clients(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
             model = own["model"].astype(str).where(received, "joined")
             for key, table in own.groupby([own["metric"].astype(str), model], sort=False):
                 # A newcomer's model that diverged leaves the mean undefined, as among the others.
-                mean = math.nan
-                if not lost[table.index].any():
-                    mean = float(np.nanmean(table["value"].to_numpy(float)))
+                mean, values = math.nan, table["value"].to_numpy(float)
+                # Data may leave a metric undefined for a client: it is then no part of the mean.
+                known = values[~np.isnan(values)]
+                if len(known) and not lost[table.index].any():
+                    mean = float(known.mean())
                 found.setdefault(key, []).append(mean)  # type: ignore[arg-type]
         config = group[0].config
         clients = len(_select_newcomers(group[0].metrics)["client"].unique())

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -197,7 +198,8 @@ def _attack_method(
     common: dict[str, Any] = {
         "label": entry.label,
         "noise_multiplier": None if dp is None else dp.noise_multiplier,
-        EPSILON.name: max(epsilons, default=None),
+        # Not `max`, which finds NaN or not by the order of the runs.
+        EPSILON.name: float(np.max(epsilons)) if epsilons else None,
         "score": sum(scores) / len(scores),
         "target": target,
     }
@@ -210,7 +212,14 @@ def _attack_method(
     counts = train.sum(1)
     # Losses have a row for each client, padded to the longest.
     used = torch.arange(losses[0].shape[1]) < counts[:, None]
-    found = membership.logit_confidence(torch.stack([each[used] for each in losses]))
+    seen = torch.stack([each[used] for each in losses])
+    if not bool(seen.isfinite().all()):
+        # Equal scores would be an AUC of 0.5, as of a method that reveals nothing.
+        notify(f"{entry.label}: a published model has no finite loss; its leakage is not defined")
+        for name in ("loss", "lira"):
+            yield LeakageResult(**common, attack=name)
+        return
+    found = membership.logit_confidence(seen)
     for name, values in (("loss", found), ("lira", membership.likelihood_ratio(found, truth))):
         yield LeakageResult(**common, attack=name, **rate_attack(values, truth))
 

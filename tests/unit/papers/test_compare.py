@@ -77,6 +77,46 @@ def test_numbers_stand_beside_the_published_ones(tmp_path):
     assert found.notes == numbers.find_notes("similarity/synthetic_concept_3c")
 
 
+@pytest.mark.parametrize("mean", [None, float("nan"), float("inf")])
+def test_a_method_without_a_finite_mean_is_in_no_comparison_and_no_ordering(tmp_path, mean):
+    """Not a best of errors (NaN sorts anywhere) nor a worst: it is named, and others are judged."""
+    folder = write_study(tmp_path / "mine", Oracle=9.5, Alone=mean, Random=100.0)
+    found = compare.compare_with_paper(compare.load_result(folder))
+    assert [line.label for line in found.lines if line.cluster == "all"] == ["Oracle", "Random"]
+    assert [(one.better, one.worse, one.kept) for one in found.chain] == [
+        ("oracle", "random", True)
+    ]
+    assert found.pairs == []
+    said = "Alone is not compared by mean squared error: in some seed a client of it has no finite value (it diverged)."
+    assert said in found.missing
+
+
+@pytest.mark.parametrize(
+    ("means", "expected"), [([0.5, 0.7], 0.1), ([0.5, None], None), ([0.5, float("nan")], None)]
+)
+def test_the_deviation_over_clusters_needs_the_mean_of_each(tmp_path, means, expected):
+    """Of 0.5 and 0.7 it is 0.1; a cluster in which a client diverged leaves it undefined."""
+    text = STUDY.replace("similarity/synthetic_concept_3c", "dac/cifar10_covariate_70_20_5_5")
+    folder = write_study(tmp_path / "mine", text.replace("oracle/fedavg", "dac/fedavg"), Oracle=1.0)
+    content = json.loads((folder / "summary.json").read_text())
+    for place, mean in enumerate(means):
+        content["rows"].append(
+            {
+                "method": "oracle",
+                "label": "Oracle",
+                "cluster": str(place),
+                "metric": "accuracy",
+                "mean": mean,
+                "std": None,
+                "seeds": 2,
+            }
+        )
+    (folder / "summary.json").write_text(json.dumps(content))
+    found = compare.compare_with_paper(compare.load_result(folder))
+    lines = [line.ours for line in found.lines if line.metric == "std_over_clusters"]
+    assert lines == ([] if expected is None else [pytest.approx(expected)])
+
+
 def test_the_orderings_of_the_paper_are_checked(tmp_path):
     """The paper: oracle 9.43 below local 30.26 below random 1494.84 (which is not above local, so not in the chain)."""
     good = compare.compare_with_paper(

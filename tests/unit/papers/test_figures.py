@@ -96,6 +96,36 @@ def test_points_of_a_simplex_have_a_panel_for_each_test_set(
     assert all(title in text for title in (">all test sets<", ">client 0<", ">client 3<"))
 
 
+@pytest.mark.parametrize("lost", [1, 4])
+def test_models_of_a_simplex_that_are_not_finite_have_no_color(
+    tmp_path, write_run, final_rows, lost
+):
+    """They are counted in the title, and the scale is that of the others."""
+    folder = write_run(
+        tmp_path / "s" / "A" / "seed-0",
+        kind="sosicfl",
+        label="A",
+        seed=0,
+        metrics=final_rows([0.5], [0]),
+    )
+    accuracy = np.array([0.2, 0.4, 0.6, 0.8])
+    accuracy[:lost] = np.nan
+    alpha = np.linspace(0, 1, 4)
+    table = pd.DataFrame({"alpha_0": alpha, "alpha_1": 1 - alpha, "accuracy": accuracy})
+    (folder / "analyses").mkdir()
+    path = folder / "analyses" / "simplex.parquet"
+    table.assign(client=-1, point=range(-1, 3)).to_parquet(path)
+    if lost == 4:
+        with pytest.raises(DataError, match="no model of the simplex has finite outputs"):
+            figures.plot([tmp_path / "s"], "sosicfl-5", out=tmp_path / "p.svg")
+        return
+    text = figures.plot([tmp_path / "s"], "sosicfl-5", out=tmp_path / "p.svg").read_text()
+    assert "1 of 4 not defined" in text
+    # Ticks of the color scale, in per cent: without the scale of the others there are none.
+    assert ">40<" in text
+    assert ">80<" in text
+
+
 @pytest.fixture
 def swept(tmp_path, write_run, final_rows, listed):
     """Sweeps over tau of three studies: two similarities, two ways of averaging, as a sweep labels them."""

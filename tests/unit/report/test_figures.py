@@ -4,6 +4,7 @@ import shutil
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from typer.testing import CliRunner
@@ -99,6 +100,32 @@ def test_a_sweep_has_a_point_for_each_value(swept, tmp_path):
     assert table["tau"].tolist() == [1, 10, 100]
     assert table["mean"].tolist() == pytest.approx([0.11, 0.21, 0.31])
     assert table["std"].tolist() == pytest.approx([0.01] * 3)
+
+
+@pytest.fixture
+def diverged(tmp_path, write_run, final_rows, listed):
+    """Two points of a sweep; at the second a client of seed 1 has no finite value."""
+    for tau, seeds in {1: [0.5, 0.7], 10: [0.9, np.nan]}.items():
+        for seed, mean in enumerate(seeds):
+            folder = tmp_path / "sweep" / f"tau={tau}" / "DAC" / f"seed-{seed}"
+            rows = final_rows([0.9, mean], [0, 0])
+            lost = final_rows([1.0, mean], [0, 0], metric="loss")
+            write_run(folder, kind="dac", label="DAC", seed=seed, metrics=rows + lost)
+            (folder / "config.toml").write_text(
+                (folder / "config.toml").read_text() + f"tau = {tau}\nrho = {2 * tau}\n"
+            )
+            listed(folder)
+    return tmp_path / "sweep"
+
+
+def test_a_seed_that_diverged_leaves_a_point_of_a_sweep_undefined(diverged, tmp_path):
+    """The mean of the other seed, 0.9, would be the best point; it is said instead that there is none."""
+    for setting in ("tau", "tau,rho"):
+        path = figures.plot([diverged], "sweep", out=tmp_path / "d.svg", setting=setting)
+        table = numbers(path)
+        assert table["mean"].tolist() == [pytest.approx(0.75), pytest.approx(np.nan, nan_ok=True)]
+        assert table["seeds"].tolist() == [2, 2]
+        assert path.read_text().count("not defined") == 1
 
 
 def test_two_settings_make_a_grid(swept, tmp_path):

@@ -1,4 +1,5 @@
 import json
+import math
 import re
 from html.parser import HTMLParser
 
@@ -8,6 +9,7 @@ import pytest
 from coterie.errors import DataError
 from coterie.functional.metrics import ACCURACY
 from coterie.report import page
+from coterie.report.page import describe_privacy
 from coterie.results.gains import compute_study_gains
 from coterie.results.stored_runs import StoredRun, load_runs
 from coterie.results.summary import summarize_study
@@ -335,3 +337,13 @@ def test_a_few_clients_with_names_have_a_table_of_their_own():
     assert page.render_client_table({**data, "clusters": ["rotated"]}, runs, ACCURACY) == ""
     assert page.render_client_table({**data, "names": ["Åre", ""]}, runs, ACCURACY) == ""
     assert page.render_client_table({**data, "names": []}, runs, ACCURACY) == ""
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_largest_epsilon_is_not_known_where_one_is_not(tmp_path, write_run, final_rows, order):
+    """Whatever the order of the clients: the weakest guarantee is not the largest known one."""
+    values = [[2.0, math.nan][place] for place in order]
+    rows = final_rows([0.5] * 2, [0] * 2) + final_rows(values, [0] * 2, metric="epsilon")
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows)
+    (line,) = describe_privacy(load_runs([tmp_path / "s"])[0])
+    assert line.endswith(": A – (–)")

@@ -127,3 +127,24 @@ def test_methods_come_in_the_order_of_the_study(small):
         "DAC",
         "DAC",
     ]
+
+
+@pytest.mark.parametrize(
+    ("values", "losses", "expected"),
+    [
+        ([0.5, 0.7], [1.0, 2.0], 0.6),
+        ([0.5, math.nan], [1.0, 2.0], 0.5),  # its test samples leave the metric undefined
+        ([math.nan, math.nan], [1.0, 2.0], math.nan),
+        ([0.5, math.nan], [1.0, math.nan], math.nan),  # it diverged
+    ],
+)
+def test_newcomers_without_a_value_leave_the_mean_undefined_without_a_warning(
+    tmp_path, write_run, final_rows, values, losses, expected
+):
+    rows = final_rows([0.5] * 4, [0] * 4) + final_rows([1.0] * 4, [0] * 4, metric="loss")
+    for metric, own in (("accuracy", values), ("loss", losses)):
+        rows += [(1, 2 + n, 0, "new_clients", "joined", metric, v) for n, v in enumerate(own)]
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows)
+    runs, _ = stored_runs.load_runs([tmp_path / "s"])
+    found = [one for one in summary.summarize_new_clients(runs) if one["metric"] == "accuracy"]
+    assert [one["mean"] for one in found] == [pytest.approx(expected, nan_ok=True)]

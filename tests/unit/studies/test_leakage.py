@@ -88,6 +88,22 @@ def test_a_study_that_is_private_is_attacked_without_too():
     assert json.loads(text)[0]["auc"] is None
 
 
+def test_the_leakage_of_a_model_that_is_not_finite_is_not_defined():
+    """Equal losses would be an AUC of 0.5, that of a method that reveals nothing."""
+    notes: list[str] = []
+    local = LocalTraining(epochs=1, batch_size=10, optimizer="sgd", lr=1e30)
+    settings = Settings(rounds=1, local=local, engine="vmap", evaluate="final", check=False)
+    study = make_study([METHODS["local"]()], settings=settings, seeds=1)
+    found = list(
+        leakage.audit_study(
+            study, shadows=6, federation=noisy(2, 10), model=Wide, notify=notes.append
+        )
+    )
+    assert [one.attack for one in found] == ["loss", "lira"]
+    assert all(math.isnan(value) for one in found for value in (one.auc, one.tpr, one.score))
+    assert notes[-1].endswith("a published model has no finite loss; its leakage is not defined")
+
+
 def test_each_sample_is_a_member_of_one_run_of_a_pair():
     federation = noisy(3, 9)
     member = leakage.draw_halves(federation, 6, Rng(0))
