@@ -63,8 +63,9 @@ class DataConfig(Configurable):
         test_samples: samples of each client's test set; with "cluster" and "own", the largest size
             of a test set.
         test_source: with "client": "train" holds out samples of the client's own, so that they are
-            distributed like its training data; "test" draws from the dataset's test set, in the
-            client's own class shares.
+            distributed like its training data; "test" takes them from the dataset's test set, in
+            exactly the client's own class shares (largest remainder). Where a class of the test set
+            runs out, its samples serve a second client.
         validation_fraction: part of the samples that are not for testing, when `validation` is not
             given.
         test_fraction: part of a client's samples, when `test_samples` is not given and `test` is
@@ -955,17 +956,35 @@ class _TestSetMaker:
     def make_matching(
         self, drawn: Sequence[Rows], size: int | None, fraction: float | int
     ) -> tuple[tuple[TestSet, ...], Int[Tensor, " clients"]]:
-        """Divide the test set between clients, in each client's own class shares."""
+        """Divide the test set between clients, in each client's own class shares.
+
+        The shares are exact, by largest remainder: a draw from them would run out of the classes
+        that many clients have, and give the last clients classes that they never train on. Where a
+        class of the test set runs out, its samples serve a second client.
+
+        Raises:
+            DataError: when a client alone needs more samples of a class than there are.
+        """
         requests = []
-        for client, own in zip(self.clients, drawn, strict=True):
+        for row, (client, own) in enumerate(zip(self.clients, drawn, strict=True)):
             source = self.sources[client.recipe.source]
-            mixture = None
-            if source.classes:
-                counts = np.bincount(source.train.y.numpy()[own], minlength=source.classes)
-                mixture = tuple((counts / len(own)).tolist())
             # test / (own + test) is the fraction.
             wanted = size or max(1, round(len(own) * fraction / (1 - fraction)))
-            requests.append(SampleRequest(wanted, client.recipe.labels, mixture))
+            if not source.classes:
+                requests.append(SampleRequest(wanted, client.recipe.labels))
+                continue
+            trained = np.bincount(source.train.y.numpy()[own], minlength=source.classes)
+            counts = apportion_total(wanted, trained.astype(float))
+            present = np.bincount(source.test.y.numpy(), minlength=source.classes)
+            short = np.flatnonzero(counts > present)
+            if len(short):
+                first = int(short[0])
+                raise DataError(
+                    f"{self._client_name(row)} is to be tested on {counts[first]:,} samples of class "
+                    f"{first}, its share of {wanted:,}; the test set has {present[first]:,}: lower "
+                    "test_samples or test_fraction"
+                )
+            requests.append(SampleRequest(wanted, counts=tuple(counts.tolist()), reuse=True))
         pools = [source.test for source in self.sources]
         # A partition says nothing of the test set, so such clients draw from all of it.
         whole = tuple(

@@ -1,5 +1,6 @@
 """The [data] table, and the federations it describes."""
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +15,7 @@ from coterie.data import build as building
 from coterie.data._partition import SampleRequest, allocate_samples
 from coterie.data.arrays import from_arrays
 from coterie.data.build import DataConfig, SampleLayout, Split, build_federation, build_from_sources
+from coterie.data.datasets import load_dataset
 from coterie.data.shifts import Rotation
 from coterie.data.source import Samples, Source
 from coterie.errors import ConfigError, DataError
@@ -118,6 +120,45 @@ def test_each_client_may_be_tested_on_the_test_set_in_its_own_class_shares():
     tests = torch.cat([test.x for test in federation.tests]).flatten(1).float()
     distances = torch.cdist(tests, tests) + torch.eye(len(tests)) * 1e9
     assert float(distances.min()) > 0
+
+
+def test_own_shares_of_a_test_set_are_exact_for_the_last_client_too():
+    """Clients of Dirichlet shares that together take all of the test set, whose popular classes run out.
+
+    The reference is the quota rule: each count is the floor or the ceiling of the exact share.
+    """
+    shift = [{"kind": "dirichlet-per-client", "concentration_per_class": 0.1}]
+    whole = build_federation(
+        parse_settings(
+            DataConfig,
+            {"dataset": "digits", "num_clients": 12, "train": 40, "validation": 0, "shift": shift,
+             "test": "client", "test_source": "test", "test_samples": 24},
+            "data",
+        ),
+        3,
+    )  # fmt: skip
+    used: dict[tuple[int, bytes], int] = {}
+    for client in range(12):
+        own = whole.y[client][whole.split[client] >= 0]
+        share = 24 * torch.bincount(own, minlength=10) / len(own)
+        test = whole.tests[client]
+        counts = torch.bincount(test.y, minlength=10)
+        assert ((counts >= share.floor()) & (counts <= share.ceil())).all(), client
+        samples = {(int(y), x.numpy().tobytes()) for x, y in zip(test.x, test.y, strict=True)}
+        assert len(samples) == 24, "no client is tested twice on a sample"
+        for sample in samples:
+            used[sample] = used.get(sample, 0) + 1
+    # A sample serves again only when all others of its class have served.
+    present = torch.bincount(load_dataset("digits").test.y, minlength=10)
+    for label, there in enumerate(present.tolist()):
+        times = [count for (y, _), count in used.items() if y == label]
+        assert max(times, default=0) <= math.ceil(sum(times) / there)
+
+
+def test_a_class_of_the_test_set_that_is_too_small_for_one_client_is_an_error():
+    shift = [{"kind": "labels", "groups": [[0], [1]]}]
+    with pytest.raises(DataError, match=r"client 0 is to be tested on 500 samples of class 0, its"):
+        build(shift=shift, test="client", test_source="test", test_samples=500)
 
 
 @pytest.mark.parametrize("source", ["train", "test"])
