@@ -41,7 +41,7 @@ from coterie.data.transforms import MID_GRAY, Blur, Rotate, Transform
 from coterie.errors import ConfigError, DataError, describe_unknown, require
 from coterie.rng import EVERYONE
 
-Sizes = Sequence[NonNegativeInt]
+Sizes = Annotated[Sequence[NonNegativeInt], MinLen(1)]
 Levels = NonNegativeFloat | Annotated[Sequence[NonNegativeFloat], MinLen(1)]
 
 

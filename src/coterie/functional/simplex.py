@@ -320,6 +320,10 @@ def gradient_points(
     from sklearn.decomposition import PCA
 
     require(topics <= len(gradients), "endpoints", topics, f"at most the {len(gradients)} clients")
+    # Equal updates, such as those of a rate of 0, have no principal component: scikit-learn would
+    # divide by their variance of 0. All stand in the middle, as projections of the origin do.
+    if bool((gradients == gradients[0]).all()):
+        return torch.full((len(gradients), topics), 1 / topics, dtype=torch.float64)
     # The solver "full" draws nothing at random.
     scores = PCA(topics, svd_solver="full").fit_transform(gradients.double().numpy())
     components = torch.from_numpy(np.ascontiguousarray(scores))

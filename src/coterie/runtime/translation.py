@@ -11,7 +11,6 @@ Nothing here uses a layout's modules, engines or optimizers on the plain side, s
 theirs is on one side alone. No draw comes from a stream of the run, and no state of it is changed.
 """
 
-import math
 import time
 import traceback
 import warnings
@@ -22,27 +21,26 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import coterie.engine
-from coterie.data.federation import SPLITS, TRAIN, Federation
-from coterie.data.rows import Inputs, read_inputs
-from coterie.engine.client_data import ClientData, RawSamples
-from coterie.engine.optim import GRADIENT_ONLY, LocalTraining, OptimizerState
+from coterie.data.federation import Federation
+from coterie.data.rows import read_inputs
+from coterie.engine.optim import LocalTraining
 from coterie.engine.task import Task
-from coterie.errors import CoterieError, OutOfMemory, TranslationError, first_line
+from coterie.errors import CoterieError, ModelError, OutOfMemory, TranslationError, first_line
 from coterie.models.given import copy_deeply
 from coterie.models.layout import Layout
 from coterie.rng import Rng
 from coterie.runtime import _plain
+from coterie.runtime._given_data import compare_data, strip_federation, take_samples
 from coterie.runtime._plain import PURPOSE, PlainModule, PlainOptimizer, Values, prepare_inputs
+from coterie.runtime._random_layers import compare_draws, compare_random_loss
+from coterie.runtime._trained import ADVICE, MANY_PARAMS, TrainedSide
 
 _SAMPLES = 16  # of each client: half a usual batch, so that all comes to about two steps of one
-_MAX_INPUTS = 1 << 22  # numbers of inputs that are compared one by one
-_MANY_PARAMS = 1 << 24  # above it one client is enough: each needs several copies of the model
-_ENTRIES = 1024  # about as many of a gradient show how far draws are from each other
 _SLOW_STEP = 0.05  # seconds of a plain step from which samples, draws and steps are fewer
 # What rounding leaves of a quantity, as a share of its scale. Products of a few thousand terms lose
 # about a hundred units of the last place (2^-23 of float32); float64 has six digits to spare, since
@@ -51,10 +49,6 @@ _SLOW_STEP = 0.05  # seconds of a plain step from which samples, draws and steps
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-10, "bf16": 5e-2, "tf32": 5e-3}
 # Weights are moved by about two units of the last place of products to see what rounding does.
 UNITS = {torch.float32: 2.0**-22, torch.float64: 2.0**-51, "bf16": 2.0**-8, "tf32": 2.0**-10}
-_ADVICE = (
-    "take engine = 'loop' if it agrees, or write the module so that PyTorch's layers do it; "
-    "check = false trains what differs"
-)
 
 
 @dataclass(frozen=True)
@@ -98,6 +92,7 @@ def check_translation(
     Raises:
         TranslationError: when something differs by more than rounding; it names the quantity, the
             size of the difference, and the layer or tensor where it is.
+        ModelError: when private training cannot train the module, whose samples are joined.
     """
     started, lines, engine = time.perf_counter(), list[str](), task.engine.name
     try:
@@ -120,10 +115,10 @@ def _name_culprit(error: Exception, engine: str) -> str:
     said = f"raises {type(error).__name__} ({first_line(error)})"
     if _plain.__file__ in files:
         # A module that trains, and fails here, is another than what trains.
-        return f"the module in plain PyTorch {said} on samples that the {engine} engine trains; {_ADVICE}"
+        return f"the module in plain PyTorch {said} on samples that the {engine} engine trains; {ADVICE}"
     folder = str(Path(coterie.engine.__file__).parent)
     if any(file.startswith(folder) for file in files):
-        return f"the {engine} engine {said} on samples that the module in plain PyTorch takes; {_ADVICE}"
+        return f"the {engine} engine {said} on samples that the module in plain PyTorch takes; {ADVICE}"
     return f"the check of the translation {said}; check = false runs without it: please report it"
 
 
@@ -131,25 +126,23 @@ def _compare(
     task: Task, federation: Federation, local: LocalTraining, rng: Rng, lines: list[str]
 ) -> tuple[dict[str, float], int]:
     """Compare everything; return the largest differences, and how many samples were used."""
-    compared = {"samples": _compare_counts(task, federation)}
+    compared = {"samples": compare_data(task, federation)}
     counts = task.count_samples("train")
     if not int(counts.max()):
         lines.append("no client has training samples")
         return compared, 0
-    most = 1 if task.layout.size > _MANY_PARAMS else 2
+    most = 1 if task.layout.size > MANY_PARAMS else 2
     rows = torch.argsort(-counts.clamp(max=_SAMPLES), stable=True)[:most]
     rows = rows[counts[rows] > 0]
-    sample = _take_samples(
+    sample = take_samples(
         federation, rows, min(_SAMPLES, local.batch_size, int(counts[rows].min()))
     )
     plain = PlainModule.build(task, rng, int(task.ids[rows[0]]), lines)
     slow = _step_seconds(plain, sample) > _SLOW_STEP
     if slow:
-        rows = rows[:1]
-        sample = _bare(
-            sample, read_inputs(sample.x[:1, : _SAMPLES // 2]), sample.y[:1, : _SAMPLES // 2]
-        )
-    ours = _OwnSide.build(task, sample, rng)
+        rows, few = rows[:1], slice(_SAMPLES // 2)
+        sample = strip_federation(sample, read_inputs(sample.x[:1, few]), sample.y[:1, few])
+    ours = TrainedSide.build(task, sample, rng)
     first = task.select_clients(rows).initial_models(rng).detach()
     compared["weights"] = _compare_weights(plain, task.layout, first[0], lines)
     compared["inputs"] = _compare_inputs(ours, sample)
@@ -159,11 +152,8 @@ def _compare(
 
 def _step_seconds(plain: PlainModule, sample: Federation) -> float:
     """Return about how long a plain step takes: the shorter of two, the first of which may load."""
-    x, y, found = (
-        plain.inputs(sample, read_inputs(sample.x)[0]),
-        plain.targets(sample.y[0]),
-        float("inf"),
-    )
+    x, y = plain.inputs(sample, read_inputs(sample.x)[0]), plain.targets(sample.y[0])
+    found = float("inf")
     for _ in range(2):
         # Not the time of the clock, which other processes make longer.
         begun = time.process_time()
@@ -174,237 +164,22 @@ def _step_seconds(plain: PlainModule, sample: Federation) -> float:
     return found
 
 
-# ---------------------------------------------------------------- samples and targets
-
-
-def _compare_counts(task: Task, federation: Federation) -> float:
-    """Compare clients, samples and targets of the task with the data that it was built from."""
-    data = task.data
-    if not torch.equal(data.ids, federation.ids):
-        found, wanted = data.ids.tolist(), federation.ids.tolist()
-        odd = sorted({*found} ^ {*wanted})[:5] or "in another order"
-        raise TranslationError(
-            f"ids of clients: {len(found)} train, and the data have {len(wanted)} (other: {odd})"
-        )
-    for split, number in SPLITS.items():
-        inside, count = federation.split == number, data.count_samples(split)
-        wrong = inside.sum(1) != count
-        if bool(wrong.any()):
-            row = int(wrong.nonzero()[0])
-            raise TranslationError(
-                f"samples of {data.client_name(row)}, {split}: {int(count[row])} are used, and "
-                f"the data have {int(inside[row].sum())} (clients with another number: "
-                f"{int(wrong.sum())}); make the federation again from the data"
-            )
-        indices = data.sample_indices(split)
-        # One after another in both: positions keep the order of the data.
-        used = indices[torch.arange(indices.shape[1]) < count[:, None]]
-        owner = torch.repeat_interleave(torch.arange(len(data)), count)
-        where = f"{split} samples"
-        _require_equal(
-            data.samples,
-            used,
-            federation.x[inside],
-            federation.y[inside],
-            owner,
-            data.client_name,
-            where,
-        )
-    for number, (test, given) in enumerate(zip(data.tests, federation.tests, strict=True)):
-        owner = torch.full((len(test),), number)
-        _require_equal(
-            test,
-            torch.arange(len(test)),
-            given.x,
-            given.y,
-            owner,
-            lambda _row, name=given.name: name,
-            "the test set",
-        )
-    return 0.0
-
-
-def _require_equal(
-    samples: RawSamples, used: Tensor, x: Inputs, y: Tensor, owner: Tensor,
-    name: Callable[[int], str], where: str,
-) -> None:  # fmt: skip
-    """Compare samples that are used with those of the data, one by one."""
-    if len(used) != len(y):
-        raise TranslationError(f"{where}: {len(used)} are used, and the data have {len(y)}")
-    ours = samples.prepare_targets(used).cpu()
-    # Numbers are rounded to the type of the models once.
-    limit = 2.0**-23 if ours.is_floating_point() else 0.0
-    given = y.double()
-    wrong = ~torch.isclose(ours.double(), given, rtol=limit, atol=0.0, equal_nan=True)
-    wrong = wrong.flatten(1).any(1) if wrong.dim() > 1 else wrong
-    if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        mine = owner == owner[row]
-        raise TranslationError(
-            f"targets of {name(int(owner[row]))}, {where}: {_describe(ours[mine].double())} are "
-            "used, "
-            f"and the data have {_describe(given[mine])}; the first of {int(wrong.sum())} that "
-            "differ is "
-            f"{ours[row].flatten()[0]:g}, expected {given[row].flatten()[0]:g}: make the "
-            "federation "
-            "again from the data"
-        )
-    few = slice(max(1, _MAX_INPUTS // max(1, math.prod(x.shape[1:]))))
-    if len(used) and not _equal_inputs(samples, used[few], x[few]):
-        raise TranslationError(
-            f"inputs of {name(int(owner[0]))} or later clients, {where}: they are not the "
-            "data's own; make the federation again from the data"
-        )
-
-
-def _equal_inputs(samples: RawSamples, used: Tensor, x: Inputs) -> bool:
-    found = samples.x[used.to(samples.x.device) if isinstance(samples.x, Tensor) else used]
-    return torch.equal(read_inputs(found).cpu(), read_inputs(x))
-
-
-def _describe(targets: Tensor) -> str:
-    """Describe targets in a few words: how many there are of each value, or their mean."""
-    values, number = targets.unique(return_counts=True)
-    if len(values) > 8:
-        return f"{targets.numel()} of mean {float(targets.mean()):.6g}"
-    each = (f"{n} x {v:g}" for v, n in zip(values.tolist(), number.tolist(), strict=True))
-    return ", ".join(each)
-
-
-def _take_samples(federation: Federation, rows: Int[Tensor, " rows"], count: int) -> Federation:
-    """Return some training samples of some clients as a federation without anything else."""
-    places = []
-    for row in rows.tolist():
-        own = (federation.split[row] == TRAIN).nonzero().flatten()
-        # Evenly spread: data are often sorted by class.
-        places.append(own[torch.linspace(0, len(own) - 1, count).long()])
-    chosen = torch.stack(places)
-    return _bare(
-        federation,
-        read_inputs(federation.x[rows[:, None], chosen]),
-        federation.y[rows[:, None], chosen],
-    )
-
-
-def _bare(federation: Federation, x: Tensor, y: Tensor) -> Federation:
-    clients = len(x)
-    return replace(
-        federation, x=x, y=y, split=torch.full(x.shape[:2], TRAIN), tests=(),
-        test_of=torch.zeros(clients, dtype=torch.int64), ids=torch.arange(clients),
-        population=clients, origin=None, truth=None, noise=None, client_names=(), fitted=(),
-        table=(),
-    )  # fmt: skip
-
-
-def _compare_inputs(ours: "_OwnSide", sample: Federation) -> float:
-    """Compare prepared inputs with what plain operations make."""
-    found = ours.inputs().cpu()
-    expected = torch.stack([prepare_inputs(sample, x, found.dtype) for x in read_inputs(sample.x)])
-    gap, scale = float((found - expected).abs().max()), float(expected.abs().max())
-    if not gap <= _relative_limit(found.dtype) * max(scale, 1e-30):
-        raise TranslationError(f"inputs differ by {gap:.3g} of {scale:.3g} from the data's own")
-    return gap / max(scale, 1e-30)
-
-
-# ---------------------------------------------------------------- the two sides
-
-
-@dataclass
-class _OwnSide:
-    """What will train: the task's own engine, on samples of the check."""
-
-    task: Task
-    federation: Federation
-    rng: Rng
-
-    @staticmethod
-    def build(task: Task, sample: Federation, rng: Rng) -> "_OwnSide":
-        """Give the task's engine other data, and totals of its own."""
-        data = ClientData.load(sample, task.trainer.loss, task.dtype, task.device)
-        trainer = replace(task.trainer, data=data, totals=type(task.trainer.totals)())
-        evaluator = replace(task.evaluator, data=data, metrics=(), cache={})
-        view = replace(task, data=data, trainer=trainer, evaluator=evaluator, clusters=None)
-        # The seed of the run, in streams that nothing else draws from.
-        return _OwnSide(view, sample, Rng(rng.seed))
-
-    def inputs(self) -> Tensor:
-        """Return the prepared inputs of each client."""
-        data = self.task.data
-        return data.samples.prepare_inputs(data.sample_indices("train"))
-
-    def targets(self) -> Tensor:
-        """Return the targets of each client, as its loss takes them."""
-        data = self.task.data
-        return data.samples.prepare_targets(data.sample_indices("train"))
-
-    def evaluate(self, rows: Tensor) -> list[Values]:
-        """Return outputs, loss and score of each client in evaluation mode."""
-        layout = self.task.layout
-        outputs = self.task.engine.forward(rows, self.inputs(), layout.zero_inputs(len(rows)))
-        loss, *score = self.task.evaluator.evaluate_split(rows, "train").values()
-        return [
-            {
-                "evaluation outputs": outputs[row],
-                "evaluation loss": loss[row],
-                **({"evaluation score": score[0][row]} if score else {}),
-            }
-            for row in range(len(rows))
-        ]
-
-    def step(
-        self,
-        rows: Tensor,
-        local: LocalTraining,
-        steps: int = 1,
-        state: OptimizerState | None = None,
-    ) -> tuple[Tensor, dict[str, Any], OptimizerState | None]:
-        """Take steps on all samples of each client at once, as a run trains."""
-        plain = replace(
-            local, steps=steps, batch_size=self.federation.x.shape[1], lr_schedule=None,
-            augment="none", drop_last=False, persistent_client_optimizer=state is not None,
-        )  # fmt: skip
-        found = self.task.trainer.train(rows, self.rng, plain, optimizer=state, purpose=PURPOSE)
-        return found.params, found.info, found.optimizer
-
-    def run_epoch(self, rows: Tensor, batch_size: int) -> dict[str, Any]:
-        """Return the report of an epoch that moves nothing, of the first clients."""
-        some = self.task.select_clients(torch.arange(len(rows)))
-        local = LocalTraining(optimizer="sgd", lr=0.0, batch_size=batch_size)
-        return some.trainer.train(rows, self.rng, local, purpose=f"{PURPOSE}.epoch").info
-
-    def train(self, rows: Tensor, *, private: bool = False) -> list[Values]:
-        """Return loss, gradients and buffers of one step of each client.
-
-        Args:
-            rows: the models.
-            private: by gradients of single samples, with a norm that clips none, and no noise.
-        """
-        # Every sample is in the batch, since the batch is as large as the data.
-        dp = {"clip": 1e12, "noise_multiplier": 0.0, "delta": 1e-12} if private else None
-        local, layout = replace(GRADIENT_ONLY, dp=dp), self.task.layout
-        state = OptimizerState.initial(local, 1, rows[:, : layout.trainable])
-        after, info, left = self.step(rows, local, state=state)
-        assert left is not None
-        gradients, losses = left.values[:, 0, 0], info["losses"][:, 0]
-        found = []
-        for row in range(len(rows)):
-            values = {"training loss": losses[row]}
-            for slot in layout.slots:
-                if slot.stop <= layout.trainable:
-                    part, name = gradients[row], f"gradient of {slot.name}"
-                else:
-                    part, name = after[row], f"buffer {slot.name}"
-                if not (private and name.startswith("buffer")):
-                    values[name] = part[slot.start : slot.stop].reshape(slot.shape)
-            found.append(values)
-        return found
-
-
 # ---------------------------------------------------------------- comparisons
 
 
-def _relative_limit(dtype: torch.dtype) -> float:
-    return LIMITS[dtype]
+def _find_largest(values: Tensor) -> float:
+    """Return the largest absolute value; NaN where one is, and 0.0 of no values."""
+    return float(values.detach().abs().max()) if values.numel() else 0.0
+
+
+def _compare_inputs(ours: TrainedSide, sample: Federation) -> float:
+    """Compare prepared inputs with what plain operations make."""
+    found = ours.inputs().cpu()
+    expected = torch.stack([prepare_inputs(sample, x, found.dtype) for x in read_inputs(sample.x)])
+    gap, scale = _find_largest(found - expected), _find_largest(expected)
+    if not gap <= LIMITS[found.dtype] * max(scale, 1e-30):
+        raise TranslationError(f"inputs differ by {gap:.3g} of {scale:.3g} from the data's own")
+    return gap / max(scale, 1e-30)
 
 
 def _kind(name: str) -> str:
@@ -453,33 +228,25 @@ def find_gaps(
         compared: receives the largest difference of each kind, as a share of the scale.
     """
     gaps = list[_Gap]()
-    slopes = [
-        float(v.abs().max()) for n, v in plain.items() if n.startswith("gradient") and v.numel()
-    ]
+    slopes = [_find_largest(v) for n, v in plain.items() if n.startswith("gradient")]
     for name, expected in plain.items():
         if name not in ours:
-            gaps.append(
-                _Gap(name, torch.inf, 0.0, 0.0, "it changes in a step, and no row holds it")
-            )
+            text = "it changes in a step, and no row holds it"
+            gaps.append(_Gap(name, torch.inf, 0.0, 0.0, text))
             continue
         expected, found = expected.detach().cpu().double(), ours[name].detach().cpu().double()
         if found.shape != expected.shape:
             shapes = f"its shape is {tuple(found.shape)}, expected {tuple(expected.shape)}"
             gaps.append(_Gap(name, torch.inf, 0.0, 0.0, shapes))
             continue
-        scale = float(expected.abs().max()) if expected.numel() else 0.0
-        size = (
-            float((found - expected).abs().nan_to_num(nan=torch.inf).max())
-            if expected.numel()
-            else 0.0
-        )
+        scale = _find_largest(expected)
+        size = _find_largest((found - expected).nan_to_num(nan=torch.inf))
         floor = 0.1 * max(slopes, default=0.0) if name.startswith("gradient") else 0.0
         allowed = limit * max(scale, floor, 1e-30)
         if "loss" in name or "score" in name:  # means: their terms may be larger than they are
             allowed = limit * max(scale, 1.0)
         if moved is not None:
-            away = (moved[name].cpu().double() - expected).abs()
-            allowed += 8 * float(away.max()) if expected.numel() else 0.0
+            allowed += 8 * _find_largest(moved[name].cpu().double() - expected)
         if not size <= allowed:
             gaps.append(_Gap(name, size, scale, allowed))
         kind = _kind(name)
@@ -502,12 +269,7 @@ def _compare_weights(
     for name, given in named.items():
         if name not in ours:
             raise TranslationError(f"{name!r} of the module is not among what trains")
-        size = (
-            float((ours[name].detach().to(given) - given.detach()).abs().max())
-            if given.numel()
-            else 0.0
-        )
-        scale = float(given.detach().abs().max()) if given.numel() else 0.0
+        size, scale = _find_largest(ours[name].to(given) - given), _find_largest(given)
         # One rounding to the type of the rows.
         if not size <= 2.0**-22 * scale:
             raise TranslationError(
@@ -535,7 +297,7 @@ class _Comparison:
     """Both sides on the samples of the check, and what was found."""
 
     plain: PlainModule
-    ours: _OwnSide
+    ours: TrainedSide
     limit: float
     unit: float
     stream: np.random.Generator
@@ -592,10 +354,40 @@ class _Comparison:
                 for kind, size in seen.items():
                     self.compared[kind] = max(self.compared.get(kind, 0.0), size)
                 return
+            if private:
+                self.require_single_samples(at, pairs, gaps[0])
             # A score follows from outputs, and is less clear.
             first = first or max(gaps, key=lambda one: ("outputs" in one.name, one.relative))
         where = self.find_layer(rows[0], training)
-        raise TranslationError(f"{first}; engine {self.ours.task.engine.name}{where}: {_ADVICE}")
+        raise TranslationError(f"{first}; engine {self.ours.task.engine.name}{where}: {ADVICE}")
+
+    def require_single_samples(
+        self, rows: Tensor, pairs: Sequence[tuple[Values, Values]], gap: _Gap
+    ) -> None:
+        """Refuse a module whose samples alone have the gradients that private training takes.
+
+        Of the whole batch they are others, so that something in it joins the samples.
+
+        Raises:
+            ModelError: when that explains the difference.
+        """
+        for row, (own, _) in enumerate(pairs):
+            self.plain.load(self.ours.task.layout, rows[row])
+            x, y = self.ours.inputs()[row], self.ours.targets()[row]
+            each = [
+                self.plain.train(self.ours.federation, x[at : at + 1], y[at : at + 1])
+                for at in range(len(x))
+            ]
+            names = [name for name in each[0] if not name.startswith("buffer")]
+            means = {name: torch.stack([one[name] for one in each]).mean(0) for name in names}
+            if find_gaps(own, means, 10 * self.limit, None, {}):
+                return
+        raise ModelError(
+            f"local.dp trains by gradients of single samples, and samples alone have others than in "
+            f"a batch ({gap.name} differs by {gap.size:.3g} of {gap.scale:.3g}): something in the "
+            "module joins the samples of a batch, such as a choice by their values; take what looks "
+            "at each sample, or train without dp"
+        )
 
     def list_changed_buffers(self, row: Tensor) -> str:
         """Return the names of the buffers that a plain step changes; "" where it changes none."""
@@ -635,68 +427,6 @@ class _Comparison:
                     return f", {word} layer {kind} {path!r}"
         return ""
 
-    # ------------------------------------------------------------------ random layers
-
-    def compare_random_loss(self, rows: Tensor) -> None:
-        """Compare the loss in evaluation, where outputs are random, with that of some draws."""
-        x, y, ours = self.ours.inputs()[0], self.ours.targets()[0], self.ours.evaluate(rows)[0]
-        self.plain.load(self.ours.task.layout, rows[0])
-        name = "evaluation loss"
-        draws = torch.stack(
-            [self.plain.evaluate(self.ours.federation, x, y, seed)[name] for seed in range(16)]
-        ).double()
-        gap = abs(float(ours[name]) - float(draws.mean()))
-        if not gap <= 8 * float(draws.std()) + self.limit * max(1.0, float(draws.abs().max())):
-            raise TranslationError(
-                f"{name} is {float(ours[name]):.4g}, and random in plain PyTorch: "
-                f"{float(draws.mean()):.4g} +- {float(draws.std()):.2g}: {_ADVICE}"
-            )
-
-    def compare_draws(self, row: Tensor, slow: bool) -> None:
-        """Compare a training step whose layers are random, by means over draws.
-
-        Of the loss, of gradients along those of evaluation, of buffers, and of how far each draw is
-        from the mean of its side, which differs between shares of dropout. A mean that is 5
-        standard errors away, which 1 of 50,000 is by chance, is measured again with more draws, of
-        which 1 of 10^8 is 6 away.
-        """
-        federation, layout = self.ours.federation, self.ours.task.layout
-        x, y = self.ours.inputs()[0], self.ours.targets()[0]
-        self.plain.load(layout, row)
-        toward = self.plain.train(federation, x, y, mode=False)
-        slow = slow or layout.size > _MANY_PARAMS >> 6
-        few = max(2, len(x) // 8) if slow else len(x)
-        own = read_inputs(federation.x)
-        federation = _bare(federation, own[:1, :few], federation.y[:1, :few])
-        number, gap, count = 12 if slow else 32, None, 0
-        for attempt, (count, errors) in enumerate(((number, 5.0), (4 * number, 6.0))):
-            seeds = range(2 + 1000 * attempt, 2 + 1000 * attempt + count)
-            theirs = [
-                _summarize(self.plain.train(federation, x[:few], y[:few], seed), toward)
-                for seed in seeds
-            ]
-            mine = list[Values]()
-            size = max(1, min(count, _MANY_PARAMS // layout.size))
-            for start in range(0, count, size):
-                many = min(size, count - start)
-                copies = _bare(
-                    federation,
-                    own[:1, :few].expand(many, -1, *own.shape[2:]),
-                    federation.y.expand(many, *federation.y.shape[1:]),
-                )
-                # Each copy is a client of its own, and each attempt a round.
-                rng = self.ours.rng.at_round(seeds[start])
-                side = _OwnSide.build(self.ours.task, copies, rng)
-                mine += [_summarize(one, toward) for one in side.train(row.repeat(many, 1))]
-            gap = _find_distant_mean(mine, theirs, errors, self.limit)
-            if gap is None:
-                self.compared["random draws"] = float(count)
-                return
-        raise TranslationError(
-            f"{gap}, over {count} draws of the random layers; "
-            f"engine {self.ours.task.engine.name}: {_ADVICE}"
-        )
-
     # ------------------------------------------------------------------ batches, the optimizer
 
     def compare_epoch(self, row: Tensor) -> None:
@@ -720,6 +450,10 @@ class _Comparison:
         limit = 10 * self.limit * max(1.0, abs(whole))
         if not abs(parts / count - whole) <= limit:
             return
+        # Nor where the loss depends on the buffers that the batch before left, such as a counter.
+        self.plain.load(self.ours.task.layout, self.take_buffers(row, x, y))
+        if not abs(mean_loss(slice(None)) - whole) <= limit:
+            return
         size = max(1, count * 2 // 3)  # two batches of unequal size
         info = self.ours.run_epoch(row[None], size)
         sizes = torch.tensor([size, count - size], dtype=torch.float64)
@@ -731,6 +465,15 @@ class _Comparison:
                 "mean loss "
                 f"{found:.6g}; expected each once, of mean loss {whole:.6g} as in plain PyTorch"
             )
+
+    def take_buffers(self, row: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """Return a model with the buffers that a step on some samples leaves."""
+        layout, after = self.ours.task.layout, row.clone()
+        left = self.plain.train(self.ours.federation, x, y)
+        for slot in layout.slots:
+            if slot.start >= layout.trainable:
+                after[slot.start : slot.stop] = left[f"buffer {slot.name}"].flatten().to(row)
+        return after
 
     def compare_steps(self, rows: Tensor, local: LocalTraining, steps: int) -> None:
         """Compare steps of the engine's optimizer with torch.optim's, on the engine's gradients."""
@@ -770,7 +513,7 @@ class _Comparison:
                 "differs by "
                 f"{size:.3g} from torch.optim's, whose largest step is {scale:.3g} (rounding "
                 "explains "
-                f"{limit:.2g}); engine {self.ours.task.engine.name}: {_ADVICE}"
+                f"{limit:.2g}); engine {self.ours.task.engine.name}: {ADVICE}"
             )
         self.compared["optimizer"] = size / max(scale, 1e-30)
 
@@ -798,47 +541,8 @@ def _trace_layers(module: nn.Module, run: Callable[[], Any]) -> dict[str, tuple[
     return found
 
 
-def _summarize(values: Values, toward: Values) -> Values:
-    """Return what is compared of a draw: loss, gradients along others and in part, buffers."""
-    out = {"training loss": values["training loss"].double()[None]}
-    for name, value in values.items():
-        if name.startswith("gradient"):
-            flat, along = value.flatten(), toward[name].flatten()
-            out[name] = (flat.dot(along) / along.norm().clamp(min=1e-30)).double()[None]
-            out[f"{name}: some entries"] = flat[:: max(1, len(flat) // _ENTRIES)].double()
-        elif name.startswith("buffer"):
-            out[name] = value.double().mean()[None]
-    return {name: value.cpu() for name, value in out.items()}
-
-
-def _find_distant_mean(
-    ours: Sequence[Values], plain: Sequence[Values], errors: float, limit: float
-) -> str | None:
-    """Return what differs in the mean by more than some standard errors; None for nothing."""
-    slopes = [float(v.abs().max()) for one in plain for n, v in one.items() if "gradient" in n]
-    for name in plain[0]:
-        both = [torch.stack([one[name] for one in side]) for side in (ours, plain)]
-        # Squares of the distance from the mean of a side; their mean is its variance.
-        squares = [(one - one.mean(0)).square().sum(1) * len(one) / (len(one) - 1) for one in both]
-        means = [] if "entries" in name else [one[:, 0] for one in both]
-        # The gradient of a bias before a normalization is rounding alone, see `find_gaps`.
-        least = 0.1 * max(slopes, default=0.0) if "gradient" in name else 0.0
-        floor = 10 * limit * max(least, *(float(one.abs().max()) for one in both))
-        for what, (a, b), least in (
-            ("", means or squares, floor), (" of its variance", squares, floor**2),
-        ):  # fmt: skip
-            error = float((a.var() / len(a) + b.var() / len(b)).sqrt())
-            if not abs(float(a.mean() - b.mean())) <= errors * error + least:
-                return (
-                    f"{name}: the mean{what} is {float(a.mean()):.4g}, and {float(b.mean()):.4g} "
-                    "in plain "
-                    f"PyTorch ({errors:g} standard errors are {errors * error:.2g})"
-                )
-    return None
-
-
 def _compare_values(
-    plain: PlainModule, ours: _OwnSide, first: Tensor, local: LocalTraining, lines: list[str],
+    plain: PlainModule, ours: TrainedSide, first: Tensor, local: LocalTraining, lines: list[str],
     compared: dict[str, float],
     slow: bool,
 ) -> None:  # fmt: skip
@@ -851,13 +555,14 @@ def _compare_values(
     x = ours.inputs()[0]
     if plain.is_random(ours.federation, x, training=False):
         lines.append("outputs are random in evaluation: only their mean loss is compared")
-        both.compare_random_loss(rows)
+        compare_random_loss(plain, ours, rows, both.limit)
     else:
         both.compare(rows, ours.evaluate, training=False)
     random = plain.is_random(ours.federation, x, training=True)
     if random:
         lines.append("layers are random in training: means over draws are compared")
-        both.compare_draws(rows[0], slow)
+        draws = compare_draws(plain, ours, rows[0], both.limit, slow=slow)
+        compared["random draws"] = float(draws)
     else:
         both.compare(rows, ours.train, training=True)
         if not slow:

@@ -563,6 +563,16 @@ def test_every_shift_explains_itself_and_each_of_its_fields(kind):
         )
 
 
+NEEDED = {"label-swap": {"swaps": [[[0, 1]]]}, "labels": {"groups": ["0-4"]}}
+SIZED = [kind for kind in sorted(SHIFTS) if "sizes" in {one.name for one in fields(SHIFTS[kind])}]
+
+
+@pytest.mark.parametrize("kind", SIZED)
+def test_no_sizes_are_refused(kind):
+    with pytest.raises(ConfigError, match=r"sizes is \[\]; expected"):
+        parse_shift({"kind": kind, "sizes": [], **NEEDED.get(kind, {})})
+
+
 def test_a_shift_becomes_its_table_and_back():
     for shift in (
         Rotation([0, 45], sizes=[1, 2]),

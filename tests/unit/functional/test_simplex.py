@@ -239,3 +239,10 @@ def test_gradients_place_groups_apart():
     between = float(torch.pdist(points[:3]).min())
     assert between > 5 * within
     assert float((simplex.gradient_points(-updates, 3) - points).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("update", [0.0, 0.3])
+def test_clients_with_equal_updates_stand_in_the_middle(update):
+    """Warnings are errors here: no variance is divided by."""
+    points = simplex.gradient_points(torch.full((5, 7), update), 4)
+    assert points.tolist() == [[0.25] * 4] * 5

@@ -431,3 +431,14 @@ def test_rounds_that_a_node_left_out_are_said_on_the_page(small, listed):
     assert build_payload(*load_runs([small]))["notes"] == [
         "DAC, seed 0: rounds 2 to 5 were left out, not trained: the others went on."
     ]
+
+
+def test_tests_of_newcomers_are_no_curve(tmp_path, write_run, final_rows):
+    """A newcomer that trains no round has its newest model tested, in a split of its own."""
+    rows = final_rows([0.5, 0.5], [0, 0])
+    rows += [(n, 0, 0, "validation", "current", "accuracy", 0.1 * n) for n in range(3)]
+    rows += [(2, 1, 0, "new_clients", "current", "accuracy", 0.9)]
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="local", label="A", seed=0, metrics=rows)
+    found = build_payload(*load_runs([tmp_path / "s"]))["curves"]
+    assert [one["split"] for one in found] == ["validation"]
+    np.testing.assert_allclose(unpack(found[0]["mean"])[0], [0, 0.1, 0.2], atol=1e-5)

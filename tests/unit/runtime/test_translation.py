@@ -15,7 +15,7 @@ from coterie.engine import _batches
 from coterie.engine.client_model import ClientModel
 from coterie.engine.optim import OPTIMIZERS, LocalTraining
 from coterie.engine.task import Task
-from coterie.errors import TranslationError
+from coterie.errors import ModelError, TranslationError
 from coterie.functional.losses import LOSSES
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.local import Local
@@ -210,7 +210,7 @@ def test_an_error_is_put_to_the_side_that_raises_it(monkeypatch, engine):
         wrong = replace(task, model=replace(task.model, make=stack(relu)))
         with pytest.raises(TranslationError, match=r"^the module in plain PyTorch raises Zero"):
             check(wrong)
-    monkeypatch.setattr(translation, "_take_samples", fail)
+    monkeypatch.setattr(translation, "take_samples", fail)
     with pytest.raises(TranslationError, match=r"^the check of the translation raises Zero"):
         check(task)
 
@@ -422,6 +422,62 @@ class Watching(Running):
     def forward(self, x):
         super().forward(x)
         return x if self.training else x * (1 + self.mean)
+
+
+class Counting(nn.Module):
+    """A buffer that counts batches, and on which the loss of the next one depends."""
+
+    seen: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.ones(()))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.seen += 0.5
+        return x * self.seen
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loss_that_depends_on_the_batch_before_gives_no_alarm(engine):
+    """The second batch of an epoch then has another loss than the same samples in a first one."""
+    assert "buffer" in check(build(stack(Counting, relu), engine)).compared
+
+
+class Deciding(nn.Module):
+    """A choice by the values of a batch: of a sample alone it is another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, x):
+        return self.inner(x) if float(x.detach().sum()) > 0 else x
+
+
+def test_private_training_of_a_module_that_joins_samples_is_refused():
+    """It is no fault of an engine, which the message would say of any other difference."""
+    local = replace(LOCAL, dp={"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5})
+    settings = Settings(engine="loop", local=local, dtype="float64")
+    words = "samples alone have others than in a batch .* joins the samples of a batch"
+    with pytest.raises(ModelError, match=words):
+        check(make_task(DATA, FedAvg(), stack(Deciding), settings), local=local)
+
+
+def test_wrong_gradients_of_single_samples_are_a_fault_of_the_engine(monkeypatch):
+    local = replace(LOCAL, dp={"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5})
+    task = make_task(DATA, FedAvg(), stack(relu), Settings(engine="loop", local=local))
+
+    def double(_before, _rows, work, losses):
+        if work.local.dp is not None and work.moments is not None:
+            work.moments.mul_(2)
+        return losses
+
+    wrap_training(monkeypatch, task, double)
+    with pytest.raises(TranslationError, match="gradient of"):
+        check(task, local=local)
 
 
 IMPORTED = ("NAdam", "RAdam", "Adamax", "Rprop", "ASGD", "Adadelta")

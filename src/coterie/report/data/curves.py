@@ -75,10 +75,11 @@ def _find_recorded_metrics(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:
     current = (table["model"] == "current").to_numpy()
     names = table.loc[current, ["split", "metric"]].drop_duplicates()
     found = []
-    for split, metric in zip(names["split"], names["metric"], strict=True):
-        if runs[0].known_metrics[metric].shown not in ("cost", "not"):
-            found.append((str(split), str(metric)))
     splits = ("validation", "train", "test")
+    for split, metric in zip(names["split"], names["metric"], strict=True):
+        # Newcomers are tested once, in a split of their own: that is no curve.
+        if split in splits and runs[0].known_metrics[metric].shown not in ("cost", "not"):
+            found.append((str(split), str(metric)))
     # The loss comes last of each split.
     return sorted(found, key=lambda pair: (splits.index(pair[0]), pair[1] == LOSS.name))
 
