@@ -154,7 +154,8 @@ def commands() -> str:
         "",
         "`coterie COMMAND --help` prints the same. Results go to standard output, progress and messages to standard",
         "error. Exit status: 0; 2 for bad input, with one line that says what is wrong; 75 when there is no more",
-        "room to write, with one line, too (the same command continues when there is); 130 after Ctrl-C.",
+        "room to write, and 4 when the clock is not set yet, with one line, too (the same command continues",
+        "later); 130 after Ctrl-C.",
         "",
     ]
     return "\n".join([*lines, *group(typer.main.get_command(app), "coterie")])

@@ -8,6 +8,7 @@
     ├── ExchangeError     (RuntimeError)     an exchange was used against its contract
     │   └── PeerMismatch                     another node runs another method, model or study
     ├── TransportError    (ConnectionError)  the network, an identity or a message failed
+    │   └── ClockError                       the clock of this machine is not set yet
     ├── RunExistsError    (FileExistsError)  the run folder exists already
     ├── OutOfMemory       (MemoryError)      the machine or the device has no more memory
     ├── DiskFull          (OSError)          there is no more room to write
@@ -58,6 +59,14 @@ class PeerMismatch(ExchangeError):
 
 class TransportError(CoterieError, ConnectionError):
     """The network, an identity or a message failed."""
+
+
+class ClockError(TransportError):
+    """The clock of this machine is before what was made earlier: it is not set yet.
+
+    A machine without a battery begins in the past when it is switched on; started again later,
+    the same command works.
+    """
 
 
 class RunExistsError(CoterieError, FileExistsError):

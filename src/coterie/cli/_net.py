@@ -185,6 +185,12 @@ def rekey_member(
     folder: Folder,
     name: Annotated[str, typer.Argument(help="The member.")],
     request: Annotated[Path, typer.Argument(help="The request for its new key, NAME.csr.")],
+    address: Annotated[
+        str,
+        typer.Option(
+            help="Its new address, host:port, if it has one; the request must name this host."
+        ),
+    ] = "",
     days: Annotated[float, typer.Option(help="How long the certificate is valid.")] = 30.0,
 ) -> None:
     """Give a member a new key: sign its request and the next version of the roster.
@@ -192,17 +198,43 @@ def rekey_member(
     Every node that has the new roster refuses the old key and its certificate.
     The member itself starts its node again with the new key.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
       coterie net rekey organizer north north.csr
+      coterie net rekey organizer north north.csr --address new.north.org:7447
     """
     _check_packages()
     from coterie.net import setup
 
-    made = setup.rekey_member(folder, name, request, days=days)
+    made = setup.rekey_member(folder, name, request, address=address, days=days)
     typer.echo(f"send {show_path(folder / 'members' / (name + '.pem'))} to {name}")
     typer.echo(
         f"{show_path(folder / 'roster.toml')}, version {made.version}, has its new key: {_SEND}"
+    )
+
+
+@net.command("move")
+def move_member(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(help="The member.")],
+    address: Annotated[str, typer.Argument(help="Its new address, host:port.")],
+) -> None:
+    """Give a member another address: sign the next version of the roster.
+
+    Its key and certificate go on counting. Running nodes dial the new address
+    from their next round on; the member itself starts its node there.
+
+    [bold]Example[/bold]
+
+      coterie net move organizer north 192.0.2.9:7447
+    """
+    _check_packages()
+    from coterie.net import setup
+
+    made = setup.move_member(folder, name, address)
+    typer.echo(
+        f"{show_path(folder / 'roster.toml')}, version {made.version}, has {name} at "
+        f"{made.member(name).address}: {_SEND}"
     )
 
 

@@ -1,7 +1,8 @@
 """The command line. Heavy libraries are imported inside the commands, so that help is quick.
 
-Exit status: 0; 2 for bad input, with one line on standard error; 75 when the disk is full, also
-with one line: the same command continues later; 130 after Ctrl-C. Results go to standard output,
+Exit status: 0; 2 for bad input, with one line on standard error; 75 when the disk is full, and 4
+when the clock of the machine is not set yet, also with one line: the same command continues later;
+130 after Ctrl-C. Results go to standard output,
 progress and messages to standard error.
 """
 
@@ -29,7 +30,14 @@ from coterie._util.names import to_one_line
 from coterie.cli import _audit, _cluster, _compare, _export, _report
 from coterie.cli._net import add_commands
 from coterie.cli._stopping import describe_os_error, explain_interruption
-from coterie.errors import ConfigError, CoterieError, DiskFull, OutOfMemory, describe_unknown
+from coterie.errors import (
+    ClockError,
+    ConfigError,
+    CoterieError,
+    DiskFull,
+    OutOfMemory,
+    describe_unknown,
+)
 
 app = typer.Typer(
     name="coterie",
@@ -41,6 +49,8 @@ app = typer.Typer(
 )
 NO_ROOM = 75
 """The exit status when the disk is full: a temporary failure, EX_TEMPFAIL of sysexits.h."""
+EARLY = 4
+"""The exit status when the clock is not set yet: a service manager starts the program again."""
 # Every mistake in how a command was called: click's ClickException, wherever this version of typer
 # keeps it.
 _Usage: type[typer.BadParameter] = typer.BadParameter.__mro__[2]  # type: ignore[assignment]
@@ -511,7 +521,7 @@ def _exit_with_error(error: Exception) -> NoReturn:
             text = f"cannot write: {describe_os_error(error)}; when there is room, start again"
     # Before the cases of the system: the library's own errors can also be OSError or MemoryError.
     elif isinstance(error, CoterieError):
-        pass
+        status = EARLY if isinstance(error, ClockError) else status
     elif OutOfMemory.matches(error):
         text = (
             "this machine has no more memory; use fewer --workers, fewer clients, or a "

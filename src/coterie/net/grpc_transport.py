@@ -383,7 +383,9 @@ class GrpcTransport:
     def _note_presence(self, peer: str, there: bool, *, left: bool = False) -> None:
         """Note that a member takes part, or that it does not any more."""
         with self._lock:
-            if peer not in self._members or (peer in self._alive) == there:
+            # A node can ask at its own address, and is no peer of its own.
+            known = peer in self._members and peer != self.name
+            if not known or (peer in self._alive) == there:
                 return
             if there:
                 self._alive.add(peer)

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric.utils import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from coterie._util.files import write_atomically
-from coterie.errors import ConfigError, TransportError
+from coterie.errors import ClockError, ConfigError, TransportError
 from coterie.net.wire import NAME, SIGNATURE
 
 _CURVE = ec.SECP256R1()
@@ -52,18 +52,38 @@ def check_name(name: str, what: str = "member name") -> str:
 def split_address(address: str) -> tuple[str, int]:
     """Return host and port of "host:port" ("[::1]:7447" for IPv6).
 
+    The host is in lower case, and an IPv6 address in its shortest form.
+
     Raises:
         TransportError: when it is not such an address.
     """
     host, _, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
-    bare = host[1:-1] if bracketed else host
+    bare = (host[1:-1] if bracketed else host).lower()
     fine = _is_ip(bare) if bracketed else _HOST.fullmatch(bare) is not None
+    if bracketed and fine:
+        bare = str(ipaddress.ip_address(bare))
     if not fine or not re.fullmatch(r"[1-9][0-9]{0,4}", port) or int(port) > 65535:
         raise TransportError(
             f"address {address[:80]!r}; expected host:port, such as 192.0.2.7:7447"
         )
     return bare, int(port)
+
+
+def check_address(address: str) -> str:
+    """Check an address at which others are to reach a member, and return it in its one form.
+
+    Raises:
+        TransportError: when it is none, or one on which a program only listens.
+    """
+    host, port = split_address(address)
+    if _is_ip(host) and ipaddress.ip_address(host).is_unspecified:
+        raise TransportError(
+            f"address {address[:80]!r} stands for all addresses of a machine, and nobody can dial "
+            "it; give the one at which the others reach this member, and `listen` in node.toml to "
+            "listen on all"
+        )
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _is_ip(host: str) -> bool:
@@ -327,7 +347,7 @@ def make_authority(
 
 def make_request(folder: Path, name: str, address: str) -> Path:
     """Create a member's key (`NAME.key`) and the request for its certificate (`NAME.csr`)."""
-    host, _ = split_address(address)
+    host, _ = split_address(check_address(address))
     key = new_key(folder / f"{check_name(name)}.key")
     request = (
         x509.CertificateSigningRequestBuilder()
@@ -508,10 +528,17 @@ def check_dates(what: Path, certificate: x509.Certificate, now: datetime) -> Non
     """Check that a certificate is valid now.
 
     Raises:
-        TransportError: with both dates.
+        ClockError: when it is not valid yet: authorities date certificates back, so it is the
+            clock that is wrong.
+        TransportError: when it is over, with both dates.
     """
     start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
-    if not start <= now <= end:
+    if now < start:
+        raise ClockError(
+            f"{what} is valid from {start:%Y-%m-%d %H:%M} UTC on; by the clock of this machine it is "
+            f"{now:%Y-%m-%d %H:%M}: wait until the clock is set, and start again"
+        )
+    if now > end:
         raise TransportError(
             f"{what} is valid from {start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC; "
             f"it is {now:%Y-%m-%d %H:%M}: ask the organizer for a new one, or check the clock"

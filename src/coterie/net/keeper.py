@@ -116,11 +116,15 @@ class Keeper:
 
 
 def describe_changes(old: Roster, new: Roster) -> dict[str, Any]:
-    """Return a new roster's version, the members it removes and those with another key."""
-    keys = {m.name: m.key for m in new.members}
-    removed = [m.name for m in old.members if m.name not in keys]
-    rekeyed = [m.name for m in old.members if m.name in keys and keys[m.name] != m.key]
-    return {"version": new.version, "removed": removed, "rekeyed": rekeyed}
+    """Return a new roster's version, and the members that it removes, rekeys or moves."""
+    now = {m.name: m for m in new.members}
+    both = [m for m in old.members if m.name in now]
+    return {
+        "version": new.version,
+        "removed": [m.name for m in old.members if m.name not in now],
+        "rekeyed": [m.name for m in both if now[m.name].key != m.key],
+        "moved": [m.name for m in both if now[m.name].address != m.address],
+    }
 
 
 def check_same_run(old: Roster, new: Roster, name: str) -> None:

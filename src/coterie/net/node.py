@@ -363,6 +363,23 @@ class Node:
                 break
         return met
 
+    def _check_alone(self) -> None:
+        """Check that no other process is this member: ask for its own name at its address.
+
+        Raises:
+            TransportError: when another one answers there with this member's key.
+        """
+        name = self.transport.name
+        # Nobody may answer there: the address can be one that only others reach.
+        found = self.ask_heads([name]).get(name)
+        if found is not None and found.inc != self.incarnation:
+            began = datetime.fromtimestamp(found.inc, UTC)
+            raise TransportError(
+                f"{name} runs already: at {self.roster.member(name).address} a process answers "
+                f"with its key, started on {began:%Y-%m-%d %H:%M:%S} UTC ({found.state}, round "
+                f"{found.round}); stop that one first, or make a key for another member"
+            )
+
     def _pause_for(self, absent: int) -> float:
         """Return the seconds between two questions to all absent members: longer for many."""
         return max(self.patience.poll, _PAUSE_EACH * absent)
@@ -392,6 +409,7 @@ class Node:
         """
         # Answers come first: the others wait for this node as it waits for them.
         self._start_answering()
+        self._check_alone()
         met = self.look_around(self.patience.start)
         # The newest roster first: study and model are checked against it.
         if (newer := self._fetch_newer_roster(met)) is not None:
@@ -607,6 +625,15 @@ class Node:
         if self.audit is not None:
             self.audit.record_roster(
                 new, removed=different["removed"], rekeyed=different["rekeyed"]
+            )
+        own = self.transport.name
+        if own in different["moved"]:
+            self.log(
+                "moved",
+                level="warning",
+                text=f"version {new.version} of the roster has the address "
+                f"{new.member(own).address} for this node: stop it, and start it there; here it "
+                "is not found any more",
             )
         self.roster = seen = new
         if self.participants is not None:
@@ -876,6 +903,7 @@ class Node:
         """
         self._start_answering()
         names = [self.roster.server] if self.plan.method.server else self.other_members
+        self._check_alone()
         seen, until = {}, time.monotonic() + self.patience.start
         while True:
             self.update_roster()

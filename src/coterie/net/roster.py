@@ -111,7 +111,8 @@ class Roster:
             found.append(f"run {self.run[:80]!r}; expected 1 to 63 of a-z, 0-9 and -")
         if not 1 <= len(names) <= MAX_MEMBERS:
             found.append(f"{len(names)} members; expected 1 to {MAX_MEMBERS}")
-        for what, values in (("name", names), ("address", [m.address for m in self.members]),
+        addresses = [_normalize_address(m.address) for m in self.members]
+        for what, values in (("name", names), ("address", addresses),
                              ("key", [m.key for m in self.members if m.key])):  # fmt: skip
             twice = sorted({v for v in values if values.count(v) > 1})
             found += [f"two members have the {what} {v}" for v in twice]
@@ -132,7 +133,7 @@ class Roster:
             )
         for member in self.members:
             try:
-                identity.split_address(member.address)
+                identity.check_address(member.address)
                 if member.key:
                     key = identity.decode_public_key(member.key)
                     # Links are allowed by common name, so that must be the fingerprint of the
@@ -170,6 +171,14 @@ class Roster:
         return {
             member.clients[0]: member.name for member in self.members if len(member.clients) == 1
         }
+
+
+def _normalize_address(address: str) -> str:
+    """Return an address in its one form, or as it is when it is none."""
+    try:
+        return identity.check_address(address)
+    except TransportError:
+        return address
 
 
 def add_certificate(member: Member, certificate: x509.Certificate) -> Member:

@@ -10,7 +10,13 @@ from coterie.errors import ConfigError, TransportError
 from coterie.models.layout import Layout, make_template, resolve_model
 from coterie.net import head, latecomers, nodefile
 from coterie.net import roster as rosters
-from coterie.net.identity import Identity, certificate_name, load_certificate, sign_request
+from coterie.net.identity import (
+    Identity,
+    certificate_name,
+    check_address,
+    load_certificate,
+    sign_request,
+)
 from coterie.net.roster import Member, Roster
 from coterie.runtime.settings import DTYPES
 from coterie.studies import config
@@ -49,7 +55,7 @@ def check_member(folder: Path, name: str) -> None:
 
 def add_member(folder: Path, name: str, address: str) -> None:
     """Store a member's address, in the order of signing, for the roster."""
-    _save_members(folder, {**load_members(folder), name: address})
+    _save_members(folder, {**load_members(folder), name: check_address(address)})
 
 
 def _save_members(folder: Path, known: dict[str, str]) -> None:
@@ -86,13 +92,16 @@ def remove_member(folder: Path, name: str) -> Roster:
     return made
 
 
-def rekey_member(folder: Path, name: str, request: Path, *, days: float = 30.0) -> Roster:
+def rekey_member(
+    folder: Path, name: str, request: Path, *, address: str = "", days: float = 30.0
+) -> Roster:
     """Give a member a new key: sign its request, and write and sign the next version of the roster.
 
     Args:
         folder: the organizer's.
         name: the member's.
         request: its new request.
+        address: its new address; "" for the one that it has.
         days: validity of the certificate.
 
     Raises:
@@ -101,11 +110,49 @@ def rekey_member(folder: Path, name: str, request: Path, *, days: float = 30.0) 
     """
     old = rosters.load(folder / "roster.toml", folder / "organizer.pub")
     member = old.member(name)
-    certificate = sign_request(folder, request, name, member.address, days=days, new_key=True)
-    new = rosters.add_certificate(member, certificate)
-    return _sign_next(
-        folder, replace(old, members=tuple(new if m.name == name else m for m in old.members))
-    )
+    at = check_address(address) if address else member.address
+    changed = _replace_member(old, replace(member, address=at))
+    certificate = sign_request(folder, request, name, at, days=days, new_key=True)
+    new = rosters.add_certificate(changed.member(name), certificate)
+    return _store_moved(folder, _replace_member(changed, new), name)
+
+
+def move_member(folder: Path, name: str, address: str) -> Roster:
+    """Give a member another address: write and sign the next version of the roster.
+
+    Its certificate goes on counting: others demand the name of its key, not that of its host.
+
+    Args:
+        folder: the organizer's.
+        name: the member's.
+        address: its new address.
+
+    Raises:
+        TransportError: when there is no such member, or another one has that address.
+        ConfigError: when the certificate is of an older version, which is bound to the host.
+    """
+    old = rosters.load(folder / "roster.toml", folder / "organizer.pub")
+    member = old.member(name)
+    if not member.subject:
+        raise ConfigError(
+            f"the certificate of {name} is bound to its host, not to its key; sign a new request: "
+            f"coterie net rekey {folder} {name} {name}.csr --address {address}"
+        )
+    moved = replace(member, address=check_address(address))
+    return _store_moved(folder, _replace_member(old, moved), name)
+
+
+def _replace_member(old: Roster, new: Member) -> Roster:
+    """Return a roster with another entry of one member, which is checked."""
+    return replace(old, members=tuple(new if m.name == new.name else m for m in old.members))
+
+
+def _store_moved(folder: Path, changed: Roster, name: str) -> Roster:
+    """Sign a roster with a changed entry, and note the address for rosters of later runs."""
+    made = _sign_next(folder, changed)
+    if name in (known := load_members(folder)):
+        _save_members(folder, {**known, name: changed.member(name).address})
+    return made
 
 
 def _sign_next(folder: Path, changed: Roster) -> Roster:

@@ -19,6 +19,8 @@ import pytest
 from coterie import __version__
 from coterie._util import manifest
 from coterie.cli import _catalog
+from coterie.cli import app as app_module
+from coterie.errors import ClockError
 from coterie.methods import METHODS, registry
 from coterie.results.coverage import IncompleteStudyWarning
 from coterie.studies import config
@@ -215,6 +217,17 @@ def test_ctrl_c_leaves_a_study_that_the_printed_command_resumes(coterie, monkeyp
     monkeypatch.setattr(runs, "_make_progress", true_progress)
     assert coterie(*command.split()[1:], "--workers", "1", "--quiet")[0] == 0
     assert (tmp_path / "runs/tiny/summary.json").exists()
+
+
+def test_a_clock_that_is_not_set_yet_has_a_status_that_services_start_again_on(capsys):
+    """2 is bad input, which they do not."""
+    with pytest.raises(SystemExit) as ended:
+        app_module._exit_with_error(ClockError("it is 1970: wait"))
+    assert ended.value.code == app_module.EARLY == 4
+    unit = Path("docs/how-to/deploy/coterie-node.service").read_text()
+    assert "RestartPreventExitStatus=2\n" in unit
+    assert "Restart=on-failure\n" in unit
+    assert capsys.readouterr().err == "coterie: it is 1970: wait\n"
 
 
 def test_a_full_disk_is_one_line_that_says_how_to_go_on(coterie, monkeypatch):

@@ -247,3 +247,40 @@ def test_a_certificate_names_its_key_and_a_dial_asks_for_it(tmp_path, port):
         assert isinstance(found, Missing)
         assert found.reason == "unreachable"
     assert asked == []
+
+
+def test_a_member_that_moved_is_found_at_its_new_address(plain, port):
+    """n1 leaves, and is started at another port; n0 takes the roster that says so, on the link that it had."""
+    a, b, _ = plain
+    assert a.ask_head("n1", "1", 2.0) == b"here"
+    b.close()
+    moved = replace(a.roster.members[1], address=f"127.0.0.1:{port + 5}")
+    newer = replace(a.roster, version=2, members=(a.roster.members[0], moved, a.roster.members[2]))
+    with GrpcTransport(newer, "n1", None) as again:
+        again.serve_head(lambda nonce: b"moved")
+        assert isinstance(a.ask_head("n1", "2", 1.0), Missing)
+        a.use_roster(newer)
+        assert a.ask_head("n1", "3", 5.0) == b"moved"
+
+
+def test_members_reach_each_other_over_ipv6_and_by_names_with_capitals(tmp_path, port):
+    who, _ = local.make_members([[0], [1]], port=port)
+    addresses = (f"[0:0::1]:{port}", f"LocalHost:{port + 1}")
+    members = tuple(replace(m, address=at) for m, at in zip(who.members, addresses, strict=True))
+    signed, people = local.create_credentials(tmp_path, replace(who, members=members))
+    with (
+        GrpcTransport(signed, "n0", people[0]) as a,
+        GrpcTransport(signed, "n1", people[1], listen=f"127.0.0.1:{port + 1}") as b,
+    ):
+        for one in (a, b):
+            one.serve_head(lambda nonce: b"here")
+        assert b.ask_head("n0", "1", 5.0) == b"here"
+        assert a.ask_head("n1", "1", 5.0) == b"here"
+
+
+def test_a_node_that_asks_its_own_name_is_no_peer_of_its_own(plain):
+    a, _, _ = plain
+    a.publish(Address(0, 0, 0), Missing("withheld", 0))
+    assert a.ask_head("n0", "1", 2.0) == b"here"
+    until(lambda: a._links["n0"].channel.get_state() is grpc.ChannelConnectivity.READY)
+    assert "n0" not in a.alive_members()

@@ -8,7 +8,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from coterie.errors import TransportError
+from coterie.errors import ClockError, TransportError
 from coterie.net import identity
 from coterie.net.identity import Identity
 
@@ -136,6 +136,8 @@ def test_names_are_made_of_few_characters(name, tmp_path):
         ("192.0.2.7:7447", "192.0.2.7"),
         ("[2001:db8::1]:7447", "2001:db8::1"),
         ("node.example.org:1", "node.example.org"),
+        ("Node-3.Example.ORG:7447", "node-3.example.org"),
+        ("[2001:DB8:0:0::1]:7447", "2001:db8::1"),
     ],
 )
 def test_addresses(address, host):
@@ -160,6 +162,35 @@ def test_addresses(address, host):
 def test_what_is_no_address_is_refused(address):
     with pytest.raises(TransportError, match="expected host:port"):
         identity.split_address(address)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:7447", "[::]:7447", "[0:0:0:0:0:0:0:0]:7447"])
+def test_an_address_that_nobody_can_dial_is_refused_with_what_to_do(address, tmp_path):
+    with pytest.raises(TransportError, match="stands for all addresses of a machine") as found:
+        identity.check_address(address)
+    assert "`listen` in node.toml" in str(found.value)
+    with pytest.raises(TransportError, match="stands for all addresses"):
+        identity.make_request(tmp_path, "north", address)
+    assert list(tmp_path.iterdir()) == [], "no key is made for it"
+    assert identity.split_address(address), "a program can listen there"
+
+
+def test_capitals_and_long_forms_of_an_address_are_one_address(tmp_path):
+    assert identity.check_address("North.Example.ORG:7447") == "north.example.org:7447"
+    assert identity.check_address("[2001:DB8:0::1]:7447") == "[2001:db8::1]:7447"
+    identity.make_authority(tmp_path, "trial", now=NOW)
+    for name, asked, agreed in (
+        ("north", "North.Example.ORG:7447", "north.example.org:7447"),
+        ("south", "[2001:DB8:0::1]:7447", "[2001:db8::1]:7447"),
+    ):
+        request = identity.make_request(tmp_path, name, asked)
+        assert identity.sign_request(tmp_path, request, name, agreed, now=NOW)
+
+
+def test_a_clock_that_is_before_the_certificate_is_not_set_yet(folder):
+    """As on a machine without a battery: it is no reason to ask for another certificate."""
+    with pytest.raises(ClockError, match="by the clock of this machine it is 1970-01-01 00:00"):
+        Identity.load(*files(folder), now=datetime(1970, 1, 1, tzinfo=UTC))
 
 
 def test_a_signature_is_64_bytes_and_of_one_key_and_text():

@@ -245,6 +245,55 @@ def test_after_a_new_key_the_old_one_signs_nothing_that_counts(run, organizer, t
         c.update_roster()
 
 
+def test_a_member_moves_with_one_command_and_keeps_its_certificate(run, organizer):
+    """The next version has the address; the others take it, and the node that moved says where it is expected."""
+    before = roster.load(organizer / "roster.toml", organizer / "organizer.pub")
+    made = setup.move_member(organizer, "n1", "North.Example.org:7447")
+    assert (made.version, made.member("n1").address) == (2, "north.example.org:7447")
+    assert replace(made.member("n1"), address=before.member("n1").address) == before.member("n1")
+    assert setup.load_members(organizer)["n1"] == "north.example.org:7447", "for later rosters"
+    a, b = run.node("n0"), run.node("n1")
+    made = setup.move_member(organizer, "n1", "192.0.2.9:7447")
+    for node in (a, b):
+        send(organizer, run.folder / node.transport.name)
+        node.update_roster()
+        assert node.roster == made
+    (told,) = run.told("n0", "roster")
+    assert (told["moved"], told["rekeyed"], told["removed"]) == (["n1"], [], [])
+    assert run.told("n0", "moved") == []
+    (told,) = run.told("n1", "moved")
+    assert "192.0.2.9:7447" in told["text"]
+    with pytest.raises(TransportError, match="two members have the address"):
+        setup.move_member(organizer, "n1", before.member("n0").address)
+    with pytest.raises(TransportError, match="stands for all addresses"):
+        setup.move_member(organizer, "n1", "0.0.0.0:7447")
+    now = roster.load(organizer / "roster.toml", organizer / "organizer.pub")
+    assert now == made, "what is refused changes nothing"
+
+
+def test_key_and_address_change_with_one_command(organizer, tmp_path):
+    request = identity.make_request(tmp_path / "new", "n2", "new.example.org:7447")
+    with pytest.raises(TransportError, match="agreed was"):
+        setup.rekey_member(organizer, "n2", request)
+    before = roster.load(organizer / "roster.toml", organizer / "organizer.pub")
+    made = setup.rekey_member(organizer, "n2", request, address="new.example.org:7447")
+    assert made.version == before.version + 1
+    assert made.member("n2").address == "new.example.org:7447"
+    key = identity.load_key(tmp_path / "new" / "n2.key").public_key()
+    assert made.member("n2").key == identity.encode_public_key(key)
+    assert setup.load_members(organizer)["n2"] == "new.example.org:7447"
+
+
+def test_a_certificate_that_is_bound_to_its_host_does_not_move(organizer):
+    old = roster.load(organizer / "roster.toml", organizer / "organizer.pub")
+    members = tuple(replace(m, subject="") for m in old.members)
+    roster.write_signed(
+        organizer / "roster.toml", replace(old, members=members), organizer / "organizer.key"
+    )
+    with pytest.raises(ConfigError, match="coterie net rekey"):
+        setup.move_member(organizer, "n1", "192.0.2.9:7447")
+
+
 def test_a_member_that_was_removed_ends(run, organizer):
     node = run.node("n3")
     setup.remove_member(organizer, "n3")

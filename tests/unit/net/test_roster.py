@@ -174,3 +174,16 @@ def test_the_end_of_a_certificate_is_noticed_at_30_14_7_and_1_days(days, notice)
         signed = (end - timedelta(days=long)).isoformat()
         found = roster.find_ends(roster.Roster("r", (member,), 1, issued=signed), now)
         assert found == {"a": (pytest.approx(days), expected)}
+
+
+def test_an_address_in_two_spellings_is_one_and_one_that_nobody_can_dial_is_none():
+    who, _ = local.make_members([[0], [1]])
+    first, second = who.members
+    for a, b in (
+        ("North.example.org:1", "north.Example.org:1"),
+        ("[2001:db8::1]:1", "[2001:DB8:0::1]:1"),
+    ):
+        with pytest.raises(TransportError, match="two members have the address"):
+            replace(who, members=(replace(first, address=a), replace(second, address=b)))
+    with pytest.raises(TransportError, match=r"n0: address '0\.0\.0\.0:7447' stands for all"):
+        replace(who, members=(replace(first, address="0.0.0.0:7447"), second))
