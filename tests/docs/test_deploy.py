@@ -52,8 +52,9 @@ def test_the_commands_of_the_guide_lead_to_a_roster_that_is_in_order(tmp_path, m
         return result.stdout
 
     said = ""
-    later = {command[1]: command for command in commands() if command[1] in ("remove", "rekey")}
-    for command in (command for command in commands() if command[1] not in later):
+    changes = ("remove", "rekey", "move")
+    later = [command for command in commands() if command[1] in changes]
+    for command in (command for command in commands() if command[1] not in changes):
         if "--check" in command:
             for sent in (
                 "ca.pem",
@@ -70,12 +71,19 @@ def test_the_commands_of_the_guide_lead_to_a_roster_that_is_in_order(tmp_path, m
         "hungary",
         "switzerland",
     ]
+    remove, rekey, move, both = later
     run("net", "join", "hungary", "198.51.100.9:7447", "--folder", "new")
-    run(*later["rekey"])
-    run(*later["remove"])
+    run(*rekey)
+    assert "version 3, has hungary at 198.51.100.20:7447" in run(*move)
+    shutil.rmtree("new")
+    run("net", "join", "hungary", "new.example.org:7447", "--folder", "new")
+    run(*both)
+    moved = roster.load(Path("organizer/roster.toml"), Path("organizer.pub"))
+    assert moved.member("hungary").address == "new.example.org:7447"
+    run(*remove)
     newest = roster.load(Path("organizer/roster.toml"), Path("organizer.pub"))
     assert (newest.version, newest.host_of, newest.removed) == (
-        3,
+        5,
         {0: "cleveland", 2: "switzerland"},
         (1,),
     )

@@ -17,7 +17,7 @@ from coterie.net.transport import Hub, InProcess
 from coterie.testing import tiny_federation, tiny_settings
 
 PLAN = RunSpec(METHODS["random"](**{"num_peers": 1}), tiny_settings(rounds=2), "linear", "linear")
-PATIENCE = Patience(start=0.0, linger=0.0, ask=2.0, poll=0.02)
+PATIENCE = Patience(start=0.0, min_peers=0, linger=0.0, ask=2.0, poll=0.02)
 Make = Callable[..., Node]
 
 
