@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import tests.hugging  # noqa: F401  # before a page imports transformers
 import typer
 from tests.selection import full
 from typer.testing import CliRunner
@@ -179,13 +180,13 @@ def bundled(tmp_path_factory):
 
 
 def quick(arguments):
-    """What makes the study that is run short; folds use all samples."""
-    named = bool(arguments) and not arguments[0].startswith("-")
-    return (
-        [*QUICK[:6], *QUICK[8:]]
-        if named and load_study(arguments[0]).data.folds is not None
-        else QUICK
-    )
+    """What makes the study that is run short; folds, and data of a function, use all samples."""
+    if not arguments or arguments[0].startswith("-"):
+        return QUICK
+    data = load_study(arguments[0]).data
+    if data.folds is not None or ":" in str(data.dataset):
+        return [*QUICK[:6], *QUICK[8:]]
+    return QUICK
 
 
 def run_commands(block, bundled):

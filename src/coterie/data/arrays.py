@@ -12,6 +12,7 @@ from coterie.data.federation import Federation
 from coterie.data.folders import FolderOptions, load_image_folder
 from coterie.data.items import (
     ItemForm,
+    collate_items,
     find_class_names,
     is_dataset,
     is_dataset_dict,
@@ -342,6 +343,7 @@ def from_dataset(
     transform: Callable[[Any], Any] | None = None,
     inputs: str | Sequence[str] | None = None,
     target: str | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
     test: Any = None,
     clusters: Sequence[int] | Mapping[Any, int] | None = None,
     classes: int | None = None,
@@ -359,10 +361,14 @@ def from_dataset(
         clients: the client id of each sample, or the key of an item that says it.
         num_clients: instead of `clients`: divide the samples among this many clients.
         transform: applied to each input while it is read, as to make pictures one size.
-        inputs: the key of the input, or the keys of several, where items are tables; the only one
-            that is left when not given.
+        inputs: the key of the input, or the keys of several, where items are tables; when not given
+            the only one that is left, or all those of a tokenizer of transformers: "input_ids",
+            "attention_mask", "token_type_ids" and "position_ids".
         target: the key of the target; when not given the one of "label", "labels", "target",
             "targets" and "y" that occurs.
+        collate: makes one table of tensors of a list of items, such as a data collator of
+            transformers that pads them to one length. It gets all items, with those of the test
+            set, at once.
         test: the test set of all clients, as (x, y) or a dataset; or each client's own, as (x, y,
             clients), (dataset, clients), or a dataset where `clients` is a key.
         clusters: the known cluster of each client; see `from_arrays`, as for all that follows.
@@ -379,7 +385,10 @@ def from_dataset(
     key = clients if isinstance(clients, str) else None
     form = ItemForm(transform, inputs, target, key)
     dataset, held = split_dataset_dict(dataset)
+    known = dataset
     test = held if test is None else test
+    if collate is not None:
+        dataset, test = _collate(collate, dataset, test, key)
     x, y, owners, _ = read_datasets({"the dataset": dataset}, form, split.seed)
     return from_arrays(
         x,
@@ -389,7 +398,7 @@ def from_dataset(
         test=_read_test(test, form, split.seed),
         clusters=clusters,
         classes=classes,
-        class_names=class_names or find_class_names([dataset], target),
+        class_names=class_names or find_class_names([known], target),
         split=split,
         normalize=normalize,
         name=name,
@@ -402,6 +411,7 @@ def from_datasets(
     transform: Callable[[Any], Any] | None = None,
     inputs: str | Sequence[str] | None = None,
     target: str | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
     test: Any = None,
     clusters: Sequence[int] | Mapping[Any, int] | None = None,
     classes: int | None = None,
@@ -419,6 +429,7 @@ def from_datasets(
         transform: applied to each input while it is read.
         inputs: the key of the input, or the keys of several; see `from_dataset`.
         target: the key of the target; see `from_dataset`.
+        collate: see `from_dataset`.
         test: each client's own test set, as a list or table of datasets like `datasets`; or the
             test set of all clients, as (x, y) or one dataset; or (x, y, clients).
         clusters: the known cluster of each client; see `from_arrays`, as for all that follows.
@@ -439,6 +450,9 @@ def from_datasets(
         )
     form = ItemForm(transform, inputs, target)
     by_client = _list_by_client(list_partitions(datasets))
+    known = by_client.values()
+    if collate is not None:
+        by_client, test = _collate_clients(collate, by_client, test)
     x, y, owners = _read_clients(by_client, "dataset", form, split.seed)
     partitions = hasattr(test, "load_partition")
     # A list is a test set for each client, one dataset that of all.
@@ -461,11 +475,70 @@ def from_datasets(
         test=held,
         clusters=clusters,
         classes=classes,
-        class_names=class_names or find_class_names(by_client.values(), target),
+        class_names=class_names or find_class_names(known, target),
         split=split,
         normalize=normalize,
         name=name,
     )
+
+
+def _collate(
+    collate: Callable[[list[Any]], Any], dataset: Any, test: Any, key: str | None
+) -> tuple[Any, Any]:
+    """Return a dataset and its test set with the items that a collator makes of them."""
+    held, clients = test, None
+    if isinstance(test, tuple) and len(test) == 2 and is_dataset(test[0]):
+        held, clients = test
+        key = clients if isinstance(clients, str) else key
+    _check_collated_test(held)
+    groups = [{"the dataset": dataset}, {} if held is None else {"the test set": held}]
+    first, second = collate_items(collate, groups, key)
+    if held is not None:
+        held = second["the test set"]
+        test = held if clients is None else (_ItemList(held), clients)
+    return first["the dataset"], test
+
+
+def _collate_clients(
+    collate: Callable[[list[Any]], Any], by_client: Mapping[Any, Any], test: Any
+) -> tuple[Mapping[Any, Any], Any]:
+    """Return the datasets of clients and their test sets as a collator makes them."""
+    own, group = None, {}
+    if isinstance(test, list | Mapping) or hasattr(test, "load_partition"):
+        own = _list_by_client(list_partitions(test))
+        group = {f"test set {client}": one for client, one in own.items()}
+    elif test is not None:
+        _check_collated_test(test)
+        group = {"the test set": test}
+    named = {f"dataset {client}": one for client, one in by_client.items()}
+    first, second = collate_items(collate, [named, group], None)
+    if own is not None:
+        test = dict(zip(own, second.values(), strict=True))
+    elif test is not None:
+        test = second["the test set"]
+        return dict(zip(by_client, first.values(), strict=True)), _ItemList(test)
+    return dict(zip(by_client, first.values(), strict=True)), test
+
+
+def _check_collated_test(test: Any) -> None:
+    if test is not None and not is_dataset(test) and not isinstance(test, list):
+        raise ConfigError(
+            f"collate is given, and test is a {type(test).__name__}; expected a dataset of the same "
+            "items, which is padded together with the others"
+        )
+
+
+class _ItemList:
+    """Items as a dataset, where a list would be a test set for each client."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, place: int) -> Any:
+        return self.items[place]
 
 
 def _list_by_client(datasets: Any) -> Mapping[Any, Any]:

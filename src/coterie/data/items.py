@@ -20,6 +20,9 @@ from coterie.rng import Rng
 TARGETS = ("label", "labels", "target", "targets", "y")
 """The keys of an item that are taken for its target when none is named."""
 
+TOKENIZED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+"""The keys of an item that a tokenizer of transformers made: its inputs when none are named."""
+
 TEST_SPLITS = ("test", "validation", "valid")
 """Splits used as test set: the first of these that exists."""
 
@@ -32,8 +35,8 @@ class ItemForm:
 
     Args:
         transform: applied to each input.
-        inputs: the key of the input, or the keys of several, where items are tables; the only key
-            that is left when not given.
+        inputs: the key of the input, or the keys of several, where items are tables; when not given
+            those of `TOKENIZED` where these are all that is left, else the only key that is left.
         target: the key of the target; the one of `TARGETS` that occurs when not given.
         client: the key that says whose an item is; none when not given.
     """
@@ -84,13 +87,17 @@ class ItemForm:
         left = [key for key in item if key not in (target, self.client)]
         names = [self.inputs] if isinstance(self.inputs, str) else self.inputs
         if names is None:
+            tokens = [key for key in TOKENIZED if key in left]
             # Ids and other columns next to the input must not become features silently.
-            if len(left) != 1:
+            if len(left) != 1 and set(left) != {*tokens, "input_ids"}:
+                example: Any = left[0] if left else "image"
+                if "input_ids" in tokens:
+                    example = tokens
                 raise ConfigError(
                     f"{what} has the keys {keys}; say which are the inputs, such as "
-                    f"inputs={left[0] if left else 'image'!r}"
+                    f"inputs={example!r}"
                 )
-            names = left
+            names = tokens or left
         for name in (target, *names, self.client):
             if name is not None and name not in item:
                 raise ConfigError(f"{what}: {describe_unknown('key', name, list(item))}")
@@ -229,6 +236,61 @@ def read_datasets(
         owners += one.owners
     x, y = _join_items(read)
     return x, y, owners, [len(one.targets) for one in read]
+
+
+def collate_items(
+    collate: Callable[[list[Any]], Any], groups: Sequence[Mapping[str, Any]], kept: str | None
+) -> list[dict[str, list[Any]]]:
+    """Return the items of datasets as a collator makes them: all of one length.
+
+    The collator gets all items of all groups at once, so that they are padded alike.
+
+    Args:
+        collate: takes a list of items and returns a table of arrays with a row for each, as the
+            data collators of transformers do.
+        groups: datasets by the words that messages call them.
+        kept: a key that the collator does not see, and that stays as it is; None for none.
+
+    Raises:
+        DataError: when items are no tables, or the collator returns something else.
+    """
+    items, owners, sizes = [], [], []
+    for group in groups:
+        for what, dataset in group.items():
+            before = len(items)
+            for item in _iterate_items(dataset, what):
+                if not isinstance(item, Mapping):
+                    raise DataError(
+                        f"{what} has items of {type(item).__name__}; collate takes tables, such as "
+                        "{'input_ids': ..., 'labels': ...}"
+                    )
+                owners.append(item.get(kept))
+                items.append({key: value for key, value in item.items() if key != kept})
+            sizes.append(len(items) - before)
+    found = collate(items)
+    fits = hasattr(found, "keys") and all(len(found[key]) == len(items) for key in found.keys())  # noqa: SIM118
+    if not fits:
+        raise DataError(
+            f"collate returned a {type(found).__name__} for {len(items)} items; expected a table of "
+            "tensors with a row for each, as the data collators of transformers return"
+        )
+    columns = {key: _as_tensor(found[key], f"collate: {key!r}") for key in found.keys()}  # noqa: SIM118
+    rows, start = [], 0
+    for place, owner in enumerate(owners):
+        row: dict[str, Any] = {key: column[place] for key, column in columns.items()}
+        if kept is not None and owner is not None:
+            row[kept] = owner
+        rows.append(row)
+    out = []
+    left = iter(sizes)
+    for group in groups:
+        made = {}
+        for what in group:
+            stop = start + next(left)
+            made[what] = rows[start:stop]
+            start = stop
+        out.append(made)
+    return out
 
 
 def _read_items(dataset: Any, what: str, form: ItemForm) -> _Items:

@@ -30,7 +30,7 @@ from coterie.engine.training import Trained, Trainer
 from coterie.errors import ConfigError, ModelError
 from coterie.exchange.base import Inbox
 from coterie.functional import metrics
-from coterie.functional.losses import Loss, default_loss
+from coterie.functional.losses import Loss, Tokens, default_loss
 from coterie.models.given import copy_deeply
 from coterie.models.layout import Layout
 from coterie.models.part import ParameterSharing
@@ -108,6 +108,8 @@ class Task:
         # Before the trial of an engine, so that the message names outputs and targets.
         given = client_model.keeps_given or client_model.init == "given"
         _check_outputs(layout, loss, data, x, given)
+        if isinstance(loss, Tokens):
+            _warn_of_copied_tokens(layout, loss, x, y)
         # What goes with the loss is measured once.
         own = metric_names(loss)
         extra = tuple(metric for metric in model.metrics if metric.name not in own)
@@ -403,6 +405,23 @@ def _check_output_is_needed(layout: Layout, x: Tensor) -> None:
         raise ConfigError(
             f"output is {layout.output.name!r}, which names an entry of what the module returns; "
             "it returns a tensor, so leave output out"
+        )
+
+
+def _warn_of_copied_tokens(layout: Layout, loss: Tokens, x: Tensor, y: Tensor) -> None:
+    """Warn where each position is to predict the very token that it has as its input."""
+    args, named = layout.arguments(layout.train_module, (x,), {})
+    ids, counted = named.get("input_ids"), y != loss.ignore_index
+    if ids is None and args:
+        ids = args[0]
+    if ids is None or ids.shape != y.shape or not bool(counted.any()):
+        return
+    if bool((ids == y)[counted].all()):
+        warnings.warn(
+            "the targets are the tokens of the inputs, and loss 'tokens' compares each with the "
+            "output at its own position, which sees it; to predict the next token take loss = "
+            "'causal-lm'",
+            stacklevel=2,
         )
 
 

@@ -500,6 +500,52 @@ class Tokens(_Positions):
         self._check_classes(outputs.shape[2], targets)
 
 
+@final
+@dataclass(frozen=True)
+class CausalLm(_Positions):
+    """Cross-entropy of the next token, the mean over a sample's counted tokens.
+
+    Targets are the tokens of the input themselves, as models of `transformers` take `labels`: the
+    output at a position predicts the target of the position after it. A sample where no token
+    counts has the loss 0. Samples count alike, however many of their tokens count.
+
+    Args:
+        ignore_index: the target of a token that does not count, such as padding.
+    """
+
+    kind: ClassVar[str] = "causal-lm"
+    summary: ClassVar[str] = (
+        "the next token of a sequence: cross-entropy, the mean over counted tokens"
+    )
+    metric: ClassVar[str | None] = TOKEN_ACCURACY.name
+
+    def __call__(
+        self,
+        outputs: Float[Tensor, "samples positions classes"],
+        targets: Int[Tensor, "samples positions"],
+    ) -> Float[Tensor, " samples"]:
+        """Return the loss of each sample."""
+        log = functional.log_softmax(outputs[:, :-1], -1)
+        counted, known = _mask_uncounted(targets[:, 1:], self.ignore_index)
+        losses = -log.gather(-1, known.unsqueeze(-1)).squeeze(-1)
+        return _mean_over_positions(losses, counted)
+
+    def to_metric_form(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Loss.to_metric_form`: each output with the target that it predicts."""
+        return super().to_metric_form(outputs[:, :-1], targets[:, 1:])
+
+    def check_data(
+        self, outputs: Shaped[Tensor, "batch *outputs"], targets: Shaped[Tensor, "samples *targets"]
+    ) -> None:
+        """See `Loss.check_data`."""
+        fit = outputs.dim() == 3 and targets.dim() == 2 and outputs.shape[1] == targets.shape[1]
+        expected = "outputs (samples, positions, tokens) and targets (samples, positions)"
+        advice = "targets are the tokens of the input, and the loss shifts them"
+        fit = fit and targets.shape[1] > 1
+        self._check_shapes(fit, expected, outputs, targets, advice)
+        self._check_classes(outputs.shape[2], targets)
+
+
 @dataclass(frozen=True)
 class _Pixels(_Positions):
     """A class at each pixel; outputs have the classes first."""
@@ -897,7 +943,7 @@ class CustomLoss(Loss):
 
 
 _BUNDLED = (
-    *(CrossEntropy, Binary, MultiLabel, Tokens, Segmentation, Dice),
+    *(CrossEntropy, Binary, MultiLabel, Tokens, CausalLm, Segmentation, Dice),
     *(SquaredError, AbsoluteError, Huber, Poisson, Quantile, Cox),
 )
 LOSSES: dict[str, type[Loss]] = {one.kind: one for one in _BUNDLED}
@@ -984,9 +1030,11 @@ def default_loss(y: Shaped[Tensor, "samples *targets"], classes: int) -> Loss:
     answers = bool(((y == 0) | (y == 1)).all()) and bool((y == 1).any())
     if not y.is_floating_point():
         # By the number of axes: one integer, a sequence, an image.
-        fitting = {1: ["poisson", "mse"], 2: ["tokens"], 3: ["segmentation", "dice"]}.get(
-            y.dim(), []
-        )
+        fitting = {
+            1: ["poisson", "mse"],
+            2: ["tokens", "causal-lm"],
+            3: ["segmentation", "dice"],
+        }.get(y.dim(), [])
         if answers and entries > 1:
             fitting = ["multi-label", *fitting]
         many = f"{entries} whole numbers"

@@ -352,6 +352,14 @@ TOKEN_ACCURACY = _share_metric(
     takes=("positions",),
     **_SHARE,
 )
+EXACT_MATCH = _share_metric(
+    "exact_match",
+    "share of samples all of whose positions are predicted",
+    function=scores.exact_match,
+    each=True,
+    takes=("positions",),
+    **_SHARE,
+)
 PIXEL_ACCURACY = _share_metric(
     "pixel_accuracy",
     "share of pixels whose class is predicted, sample by sample",

@@ -242,6 +242,18 @@ def position_accuracy(
     return (accuracy(outputs, targets) * counted).sum(1) / counted.sum(1).clamp(min=1)
 
 
+def exact_match(
+    outputs: Float[Tensor, "samples positions classes"], targets: Int[Tensor, "samples positions"]
+) -> Float[Tensor, " samples"]:
+    """Return 1 for each sample all of whose counted positions are right, else 0.
+
+    A sample where no position counts is 0, as in `position_accuracy`.
+    """
+    counted = targets != UNCOUNTED
+    wrong = (accuracy(outputs, targets) < 0.5) & counted
+    return (counted.any(1) & ~wrong.any(1)).to(outputs.dtype)
+
+
 def perplexity(
     outputs: Float[Tensor, "samples positions classes"], targets: Int[Tensor, "samples positions"]
 ) -> float:

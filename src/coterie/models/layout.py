@@ -29,7 +29,7 @@ from torch.func import functional_call
 from coterie._util.importing import import_object
 from coterie.data.source import InputPart
 from coterie.errors import ConfigError, ModelError, describe_unknown
-from coterie.models import networks
+from coterie.models import networks, pretrained
 from coterie.models.draws import KeyedDraws
 from coterie.models.given import (
     RETURN_HINT,
@@ -50,22 +50,29 @@ class NamedModel:
     """A model by name, with arguments.
 
     Args:
-        kind: a name of `NETS`, or the import path, "package.module:Net", of a subclass of nn.Module
-            or of a function that returns a module.
-        options: arguments of what the import path names. `features` (the shape of one input) and
+        kind: a name of `NETS`; the import path, "package.module:Net", of a subclass of nn.Module or
+            of a function that returns a module; or "hf:PATH_OR_NAME", a model of transformers, see
+            `pretrained.load_pretrained`.
+        options: arguments of what the import path or "hf:" names. `features` (the shape of one input) and
             `outputs` (classes, or numbers of a target) are added where it takes them and they are
             not given.
         output: which entry of what the module returns is its output; see `OutputConversion`.
+        adapter: what is trained in place of the module's own weights: the settings of a
+            `pretrained.AdapterConfig`; empty for none.
     """
 
     kind: str
     options: Mapping[str, Any] = field(default_factory=dict)
     output: str = ""
+    adapter: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         words = [self.kind]
         if self.options:
             words.append(json.dumps(self.options, sort_keys=True, default=str))
+        if self.adapter:
+            adapter = json.dumps(self.adapter, sort_keys=True, default=str)
+            words.append(f"adapter={adapter}")
         if self.output:
             words.append(f"output={self.output}")
         return " ".join(words)
@@ -581,15 +588,18 @@ def build_model(
     """Build a network by name for inputs of a shape.
 
     Args:
-        kind: a name of `NETS`, or an import path; see `NamedModel`.
+        kind: a name of `NETS`, an import path, or a model of transformers; see `NamedModel`.
         features: the shape of one input.
         outputs: classes, or regression targets.
-        options: arguments, for an import path.
+        options: arguments, for an import path or a model of transformers.
 
     Raises:
         ConfigError: for an unknown name, or arguments that it does not take.
         ModelError: when the network cannot take inputs of that shape, or cannot be made.
     """
+    if kind.startswith(pretrained.PREFIX):
+        name = kind.removeprefix(pretrained.PREFIX)
+        return pretrained.load_pretrained(name, outputs, options)
     if ":" in kind:
         return _build_custom_model(kind, {"features": features, "outputs": outputs}, options or {})
     if kind not in NETS:
@@ -607,6 +617,14 @@ def build_model(
     # PyTorch raises it for sizes below 1, which small images lead to.
     except RuntimeError as error:
         raise ModelError(f"{kind} cannot take inputs of shape {features}: {error}") from error
+
+
+def _build_named_model(model: NamedModel, features: tuple[int, ...], outputs: int) -> nn.Module:
+    """Build a network by name, with its adapter where it has one."""
+    module = build_model(model.kind, features, outputs, model.options)
+    if not model.adapter:
+        return module
+    return pretrained.attach_adapter(module, model.adapter)
 
 
 def _build_custom_model(
@@ -680,7 +698,7 @@ def resolve_model(
         model = NamedModel(model)
     if not isinstance(model, NamedModel):
         return ModuleMaker(model, features, parts)
-    build = functools.partial(build_model, model.kind, features, outputs, model.options)
+    build = functools.partial(_build_named_model, model, features, outputs)
     # A trial, which must not draw from anybody's stream.
     with Rng(0).temporary_torch_seed("template"):
         build()
@@ -710,10 +728,10 @@ def find_output_name(model: ModelSource, setting: str | int | None = None) -> st
 
 
 def custom_model_name(model: ModelSource) -> str:
-    """Return a model's import path and arguments; "" for a model that has no import path."""
+    """Return a model's import path and arguments; "" for a bundled one, or one without a name."""
     if isinstance(model, str):
         model = NamedModel(model)
-    if isinstance(model, NamedModel) and ":" in model.kind:
+    if isinstance(model, NamedModel) and (":" in model.kind or model.adapter):
         return str(model)
     return ""
 

@@ -170,6 +170,35 @@ class PlainModule:
                     buffer.copy_(kept[name])
         return not torch.allclose(*outputs, equal_nan=True)
 
+    def has_random_gradients(self, federation: Federation, x: Tensor, y: Tensor) -> bool:
+        """Return whether the gradients of a step depend on a seed, where its outputs may not.
+
+        Dropout before a weight that is 0, as in a fresh adapter, changes no output.
+        """
+        # One pass is enough where nothing is drawn: the generator stays where it was.
+        if not self._draws(federation, x):
+            return False
+        one, other = (self.train(federation, x, y, seed) for seed in range(2))
+        return any(not torch.allclose(one[k], other[k], equal_nan=True) for k in one)
+
+    def _draws(self, federation: Federation, x: Tensor) -> bool:
+        """Return whether a forward pass in training takes numbers of PyTorch's generator."""
+        self.module.train()
+        kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        with self._quiet():
+            before = self._generator_state()
+            self._run(federation, x)
+            after = self._generator_state()
+            for name, buffer in self.module.named_buffers():
+                buffer.copy_(kept[name])
+        return not torch.equal(before, after)
+
+    def _generator_state(self) -> Tensor:
+        device = torch.device(self.device)
+        if device.type == "cuda":
+            return torch.cuda.get_rng_state(device)
+        return torch.get_rng_state()
+
     def train(
         self, federation: Federation, x: Tensor, y: Tensor, seed: int = 0, *, mode: bool = True
     ) -> Values:

@@ -580,7 +580,8 @@ folder of a finished run, <study>/<method>/seed-<n>
         fixed |= _frozen.load_file(path / recipe.frozen)
     network = model
     if network is None and recipe.model is not None:
-        network = NamedModel(recipe.model["kind"], recipe.model["options"])
+        stored = recipe.model
+        network = NamedModel(stored["kind"], stored["options"], adapter=stored.get("adapter", {}))
     return Models(recipe, fixed, unstack_fitted(tensors), network, folder=path)
 
 
@@ -590,7 +591,9 @@ def _describe_named_model(model: ModelSource) -> dict[str, Any] | None:
         model = NamedModel(model)
     if not isinstance(model, NamedModel):
         return None
-    described = {"kind": model.kind, "options": dict(model.options)}
+    described: dict[str, Any] = {"kind": model.kind, "options": dict(model.options)}
+    if model.adapter:
+        described["adapter"] = dict(model.adapter)
     try:
         return json.loads(json.dumps(described))
     except TypeError:  # an option that only Python has

@@ -559,6 +559,7 @@ def _compare_values(
     else:
         both.compare(rows, ours.evaluate, training=False)
     random = plain.is_random(ours.federation, x, training=True)
+    random = random or plain.has_random_gradients(ours.federation, x, ours.targets()[0])
     if random:
         lines.append("layers are random in training: means over draws are compared")
         draws = compare_draws(plain, ours, rows[0], both.limit, slow=slow)

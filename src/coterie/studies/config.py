@@ -26,6 +26,7 @@ from coterie.errors import ConfigError, describe_unknown, require
 from coterie.functional.metrics import split_requested
 from coterie.methods import METHODS, registry
 from coterie.methods.base import Method
+from coterie.models.pretrained import PREFIX
 from coterie.runtime.settings import Settings
 from coterie.studies.builtin_studies import find_builtin_studies
 from coterie.studies.definition import (
@@ -125,6 +126,8 @@ def parse_study(
             raise ConfigError(f"stopping: {describe_unknown('key', key, ['patience'])}")
     settings = tables.parse_settings(Settings, {**run, **stopping, "local": local}, "study")
     free["data"] = tables.parse_settings(DataConfig, _get_section(content, "data"), "data")
+    if isinstance(content.get("model"), str):
+        content["model"] = {"kind": content["model"]}
     free["model"] = tables.parse_settings(ModelConfig, _get_section(content, "model"), "model")
     free["methods"] = _parse_methods(content.get("methods", []), settings, to_run)
     return tables.parse_settings(StudyConfig, {**free, "settings": settings}, "study")
@@ -299,6 +302,7 @@ def _load_file(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any
     content = _parse_text(text, str(file), Path(str(file)).parent, (*readers, here))
     # What this file extends is resolved already, from its own folder.
     _resolve_data_paths(content.get("data"), here.parent)
+    _resolve_model_path(content, here.parent)
     return content
 
 
@@ -316,6 +320,17 @@ def _resolve_data_paths(data: object, folder: Path) -> None:
         value = options[key]
         if isinstance(value, str) and not expand_home(value).exists() and (folder / value).exists():
             options[key] = str(folder / value)
+
+
+def _resolve_model_path(content: dict[str, Any], folder: Path) -> None:
+    """Resolve the folder of a model of transformers relative to the study file, in place."""
+    model = content.get("model")
+    table = {"kind": model} if isinstance(model, str) else model
+    if not isinstance(table, dict) or not str(table.get("kind")).startswith(PREFIX):
+        return
+    path = str(table["kind"]).removeprefix(PREFIX)
+    if not expand_home(path).exists() and (folder / path).exists():
+        content["model"] = {**table, "kind": f"{PREFIX}{folder / path}"}
 
 
 def _parse_text(

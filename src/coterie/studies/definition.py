@@ -7,12 +7,13 @@ from typing import Annotated, Any
 
 from annotated_types import Gt, Le, MinLen
 
-from coterie._util.settings import Configurable, NonNegativeInt
+from coterie._util.settings import Configurable, NonNegativeInt, parse_settings, to_plain
 from coterie.data.build import DataConfig
 from coterie.errors import ConfigError, require
 from coterie.methods import registry
 from coterie.methods.base import Method
 from coterie.models.layout import NamedModel, find_output_name
+from coterie.models.pretrained import AdapterConfig
 from coterie.runtime.settings import Settings
 
 OWN = "own"
@@ -90,26 +91,36 @@ class ModelConfig(Configurable):
     """The model that the clients train.
 
     Args:
-        kind: a name of `models.NETS`; or the import path of a custom one, "package.module:Net": a
-            subclass of nn.Module, or a function that returns a module.
+        kind: a name of `models.NETS`; the import path of a custom one, "package.module:Net": a
+            subclass of nn.Module, or a function that returns a module; or "hf:PATH_OR_NAME", a
+            model of transformers from a folder or from the Hugging Face Hub.
         options: arguments of a custom one; `features` (the shape of one input) and `outputs` are
-            given where it takes them.
+            given where it takes them. Of a model of transformers, `task` ("causal-lm", "seq-cls",
+            "token-cls", "image-cls" or "seq2seq-lm", where it is not the stored one) and arguments
+            of `from_pretrained`.
         output: which entry of what it returns is its output, where that is no tensor; see
             `Settings.output`.
+        adapter: what is trained in place of the model's own weights: the `kind` ("lora" or
+            "ffa-lora") and further settings of a `models.pretrained.AdapterConfig`.
     """
 
     kind: str = "cnn-b"
     options: Mapping[str, Any] = field(default_factory=dict)
     output: str | int | None = None
+    adapter: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """A place in a tuple is a number in TOML."""
+        """A place in a tuple is a number in TOML; settings of an adapter are stored in full."""
         object.__setattr__(self, "output", None if self.output is None else str(self.output))
+        if self.adapter:
+            adapter = parse_settings(AdapterConfig, dict(self.adapter), "model.adapter")
+            object.__setattr__(self, "adapter", to_plain(adapter))
 
     @property
     def named_model(self) -> NamedModel:
         """The model as runs take it."""
-        return NamedModel(self.kind, self.options, find_output_name("", self.output))
+        output = find_output_name("", self.output)
+        return NamedModel(self.kind, self.options, output, self.adapter)
 
 
 @dataclass(frozen=True)

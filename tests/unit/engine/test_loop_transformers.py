@@ -1,15 +1,17 @@
-"""Models of `transformers`, unwrapped and with their own dropout, train as plain PyTorch trains them.
+"""Models of `transformers` and adapters of `peft` on them, unwrapped and with their own dropout, train as plain PyTorch trains them.
 
 The reference is PyTorch's own optimizer over the untouched model; what it draws comes from the same
 keys, whose distributions tests/unit/models/test_draws.py has.
 """
 
 import copy
-import importlib.util
 import warnings
+from functools import partial
 
 import pytest
 import torch
+from tests.hugging import attach_lora
+from tests.selection import full
 from torch.nn import functional
 
 from coterie.engine._base import cross_entropy
@@ -20,16 +22,6 @@ from coterie.functional.losses import make_loss
 from coterie.models.draws import KeyedDraws
 from coterie.models.layout import InputConversion, Layout
 
-_LIBRARY = None
-if importlib.util.find_spec("torchvision") and not hasattr(torch.ops.torchvision, "nms"):
-    # transformers imports torchvision. Where that was built for another PyTorch, the two operators
-    # that it asks for on import are declared first.
-    _LIBRARY = torch.library.Library("torchvision", "FRAGMENT")
-    for _name in ("nms", "qnms"):
-        _LIBRARY.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        importlib.import_module("torchvision")
 transformers = pytest.importorskip("transformers")
 
 SAMPLES, RATE, WORDS, VOCABULARY, CLASSES = 24, 0.05, 7, 20, 3
@@ -87,10 +79,33 @@ MODELS = {
     "Llama for classes": lambda: make_llama("LlamaForSequenceClassification", padding=0),
     "ViT": make_vit,
 }
+TARGETS = {
+    "BERT": ["query", "value"],
+    "DistilBERT": ["q_lin", "v_lin"],
+    "GPT-2": ["c_attn"],
+    "Llama": ["q_proj", "v_proj"],
+    "ViT": ["q_proj", "v_proj"],
+}
+HEADS = {"BERT": ["classifier"], "DistilBERT": ["classifier"], "ViT": ["classifier"]}
+
+
+def make_adapted(name):
+    """A model with adapters whose B is not 0, so that their dropout shows, and a new head."""
+    return attach_lora(
+        MODELS[name](),
+        lora_dropout=0.2,
+        target_modules=TARGETS[name],
+        modules_to_save=HEADS.get(name),
+        init_lora_weights=False,
+        fan_in_fan_out=name == "GPT-2",
+    )
+
+
+MODELS |= {f"LoRA on {name}": partial(make_adapted, name) for name in TARGETS}
 ENGINES = ("loop", "vmap", "compiled")
 WITHOUT_DROPOUT = ("Llama", "Llama for classes", "ViT")
 """By their own defaults."""
-OF_TOKENS = ("GPT-2", "Llama")
+OF_TOKENS = ("GPT-2", "Llama", "LoRA on GPT-2", "LoRA on Llama")
 """Models whose outputs are a distribution over the vocabulary at each place."""
 # what an engine leaves to another one, with a part of its reason
 LEFT = {
@@ -104,7 +119,7 @@ def case(name):
     """Return a model, its layout, the models of two clients and their training."""
     torch.manual_seed(7)  # noqa: TID251
     module, stream = MODELS[name](), torch.Generator().manual_seed(1)
-    if name == "ViT":
+    if name.endswith("ViT"):
         x, conversion = torch.randn(SAMPLES, 1, 8, 8, generator=stream), InputConversion()
     else:
         # 0 pads: it is behind the words of some samples.
@@ -150,8 +165,17 @@ def train_plainly(given, layout, rows, work):
     return found
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", MODELS)
+def list_cases():
+    """Every model in every engine; compiling one of each kind with adapters is enough for `make test`."""
+    cases = []
+    for name in MODELS:
+        for engine in ENGINES:
+            often = not name.startswith("LoRA") or engine == "loop" or name == "LoRA on Llama"
+            cases.append((name, engine) if often else full(name, engine))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "engine"), list_cases())
 def test_an_engine_trains_and_measures_it_as_plain_pytorch_does(engine, name):
     given, layout, rows, work = case(name)
     plain = train_plainly(given, layout, rows, work)

@@ -16,7 +16,7 @@ from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
 from coterie.engine.native.traced import TracedProgram
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, DataError, ModelError
-from coterie.functional import losses
+from coterie.functional import losses, metrics
 from coterie.functional.losses import (
     LOSSES,
     Loss,
@@ -62,6 +62,7 @@ CASES = {
     "multi-label, weighted": (losses.MultiLabel((1, 2, 3)), numbers(3), integers(2, 3).double()),
     "tokens": (losses.Tokens(), numbers(5, 4), with_gaps(integers(4, 5))),
     "tokens, smoothed": (losses.Tokens(7, 0.1), numbers(5, 4), with_gaps(integers(4, 5), 7)),
+    "causal-lm": (losses.CausalLm(), numbers(5, 4), with_gaps(integers(4, 5))),
     "segmentation": (losses.Segmentation(255), numbers(3, 4, 2), with_gaps(integers(3, 4, 2), 255)),
     "dice": (losses.Dice(), numbers(3, 4, 2), with_gaps(integers(3, 4, 2))),
     "dice, with cross-entropy": (
@@ -144,6 +145,32 @@ def test_positions_are_averaged_where_they_count(name):
     expected = every.flatten(1).sum(1) / count.clamp(min=1)
     torch.testing.assert_close(loss(outputs, targets), expected)
     assert float(loss(outputs, targets)[1]) == 0
+
+
+def test_the_next_token_is_learned_by_hand():
+    """Three tokens, of which the first predicts 2 and the second 0; the last predicts nothing."""
+    share = torch.tensor([[[0.1, 0.2, 0.7], [0.5, 0.3, 0.2], [0.8, 0.1, 0.1]]]).double()
+    loss, targets = losses.CausalLm(), torch.tensor([[1, 2, 0]])
+    expected = -(math.log(0.7) + math.log(0.5)) / 2
+    torch.testing.assert_close(loss(share.log(), targets), torch.tensor([expected]).double())
+    assert loss.measure_samples(share.log(), targets).tolist() == [1.0]
+    assert loss.measure_samples(share.log(), torch.tensor([[1, 2, 1]])).tolist() == [0.5]
+    # padding on either side does not count, and the first token is predicted by none
+    for padded, expected in (([1, 2, -100], -math.log(0.7)), ([-100, -100, 0], -math.log(0.5))):
+        found = loss(share.log(), torch.tensor([padded]))
+        torch.testing.assert_close(found, torch.tensor([expected]).double())
+    assert loss(share.log(), torch.tensor([[1, -100, -100]])).tolist() == [0.0]
+
+
+def test_metrics_of_the_next_token_see_what_the_loss_compares():
+    share = torch.tensor([[[0.1, 0.2, 0.7], [0.5, 0.3, 0.2], [0.8, 0.1, 0.1]]] * 3).log()
+    targets = torch.tensor([[1, 2, 0], [1, 2, 1], [1, 2, -100]])
+    loss = losses.CausalLm()
+    inputs = loss.metric_inputs(metrics.EXACT_MATCH, share, targets)
+    assert metrics.EXACT_MATCH(*inputs) == pytest.approx(2 / 3)
+    # of all tokens alike, where the loss is a mean over samples
+    logs = [math.log(0.7), math.log(0.5), math.log(0.7), math.log(0.3), math.log(0.7)]
+    assert metrics.PERPLEXITY(*inputs) == pytest.approx(math.exp(-sum(logs) / 5), rel=1e-6)
 
 
 def test_dice_by_hand():
@@ -543,9 +570,12 @@ def test_the_usual_loss():
         ),
         (
             integers(2, 3),
-            "3 whole numbers a sample, .* set loss to 'multi-label' or 'tokens', or to a custom function",
+            "3 whole numbers a sample, .* set loss to 'multi-label' or 'tokens' or 'causal-lm', or to a custom function",
         ),
-        (integers(9, 3) + 1, "3 whole numbers a sample, .* set loss to 'tokens', or"),
+        (
+            integers(9, 3) + 1,
+            "3 whole numbers a sample, .* set loss to 'tokens' or 'causal-lm', or",
+        ),
         (
             integers(9, 4, 4) + 1,
             "16 whole numbers a sample, .* set loss to 'segmentation' or 'dice', or",

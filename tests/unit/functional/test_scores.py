@@ -145,6 +145,14 @@ def test_positions_that_do_not_count_do_not():
         for i in range(20)
     ]
     assert scores.position_accuracy(OF_POSITIONS, POSITIONS).tolist() == pytest.approx(right)
+    mended = OF_POSITIONS.clone()
+    mended[:8] = functional.one_hot(POSITIONS[:8].clamp(min=0), 5).to(mended)
+    exact = [
+        float(COUNTED[i].any() and (found[i] == POSITIONS[i])[COUNTED[i]].all()) for i in range(20)
+    ]
+    exact[:8] = COUNTED[:8].any(1).double().tolist()
+    assert 0 < sum(exact) < 20
+    assert scores.exact_match(mended, POSITIONS).tolist() == exact
     entropy = functional.cross_entropy(OF_POSITIONS.flatten(0, 1), POSITIONS.flatten())
     assert scores.perplexity(OF_POSITIONS, POSITIONS) == pytest.approx(math.exp(float(entropy)))
     jaccard = sklearn.metrics.jaccard_score(POSITIONS[COUNTED], found[COUNTED], average="macro")

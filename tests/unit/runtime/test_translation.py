@@ -362,6 +362,7 @@ def targets_of(kind: str):
         "binary": (torch.arange(96) % 2, (*hidden, nn.Linear(8, 1))),
         "multi-label": (either, (*hidden, nn.Linear(8, 3))),
         "tokens": (tokens, (nn.Linear(6, 20), nn.Unflatten(1, (5, 4)))),
+        "causal-lm": (tokens, (nn.Linear(6, 20), nn.Unflatten(1, (5, 4)))),
         "segmentation": (torch.randint(0, 2, (96, 2, 3), generator=stream), maps),
         "dice": (torch.randint(0, 2, (96, 2, 3), generator=stream), maps),
         "quantile": (numbers, (*hidden, nn.Linear(8, 3))),

@@ -1,0 +1,252 @@
+"""Models of transformers by name, and adapters of peft on any module; both are optional packages.
+
+Neither is imported unless a model asks for it.
+"""
+
+import contextlib
+import importlib
+import os
+import socket
+import urllib.parse
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from coterie._util import extras
+from coterie._util.files import expand_home
+from coterie._util.settings import (
+    Configurable,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    parse_settings,
+)
+from coterie.errors import ConfigError, ModelError, describe_unknown
+
+PREFIX = "hf:"
+"""What the name of a model of transformers begins with: "hf:PATH_OR_NAME"."""
+
+TASKS = {
+    "causal-lm": ("AutoModelForCausalLM", "CAUSAL_LM"),
+    "seq-cls": ("AutoModelForSequenceClassification", "SEQ_CLS"),
+    "token-cls": ("AutoModelForTokenClassification", "TOKEN_CLS"),
+    "image-cls": ("AutoModelForImageClassification", None),
+    "seq2seq-lm": ("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
+}
+"""For each task, the class of transformers that loads a model, and the name that peft has for it."""
+
+_SUFFIXES = {
+    "ForCausalLM": "causal-lm",
+    "LMHeadModel": "causal-lm",
+    "ForSequenceClassification": "seq-cls",
+    "ForTokenClassification": "token-cls",
+    "ForImageClassification": "image-cls",
+    "ForConditionalGeneration": "seq2seq-lm",
+}
+"""The task of a stored model by the end of the name of its class."""
+
+_REACH_SECONDS = 5.0  # to connect; a Hub that does not answer would be asked again for a minute
+
+
+@dataclass(frozen=True)
+class AdapterConfig(Configurable):
+    """An adapter on a model, whose own weights are then frozen: low-rank updates of some layers.
+
+    A layer with the weight W gets two matrices, A (r x inputs) and B (outputs x r), and computes
+    with W + alpha / r B A. B begins at 0. Hu et al., LoRA: low-rank adaptation of large language
+    models, 2021, https://arxiv.org/abs/2106.09685
+
+    Args:
+        kind: "lora"; or "ffa-lora", whose A is drawn once for all clients and not trained, so that
+            the mean of the clients' B is that of their updates (Sun et al., Improving LoRA in
+            privacy-preserving federated learning, 2024, https://arxiv.org/abs/2403.12313).
+        r: the rank.
+        alpha: see above.
+        target: names of the layers, or the ends of their names; "all-linear" alone for all linear
+            layers but the last. The default of peft for the kind of model when empty.
+        dropout: probability with which an input of A is zeroed while training.
+        trained: names of further layers that are trained whole, such as a new head. The head of
+            "seq-cls" and "token-cls" is one of them in any case.
+        options: further arguments of `peft.LoraConfig`.
+    """
+
+    kind: Literal["lora", "ffa-lora"] = "lora"
+    r: PositiveInt = 8
+    alpha: PositiveFloat = 8.0
+    target: Sequence[str] = ()
+    dropout: NonNegativeFloat = 0.0
+    trained: Sequence[str] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_pretrained(name: str, outputs: int, options: Mapping[str, Any] | None = None) -> nn.Module:
+    """Load a model of transformers.
+
+    Weights that the stored model lacks, such as those of a new head, are drawn from PyTorch's
+    generator.
+
+    Args:
+        name: a folder that `save_pretrained` wrote; or the name of a model on the Hugging Face Hub,
+            which is taken from its cache, or downloaded where the Hub can be reached.
+        outputs: the number of classes, where the task is to classify samples.
+        options: `task`, one of `TASKS`, where it is not that of the stored model; all others are
+            arguments of `from_pretrained`.
+
+    Raises:
+        ConfigError: when a package is missing, or the task is not known.
+        ModelError: when there is no such model, or it cannot be loaded.
+    """
+    transformers = _import("transformers", f"model {PREFIX}{name}")
+    given = dict(options or {})
+    folder = expand_home(name)
+    where = str(folder) if folder.is_dir() else name
+    if not folder.is_dir() and _is_path(name):
+        raise ModelError(
+            f"model {PREFIX}{name}: there is no folder {name}; expected one that save_pretrained "
+            "wrote, or the name of a model on the Hugging Face Hub"
+        )
+    with _quiet(transformers):
+        local = folder.is_dir() or _is_cached(transformers, where)
+        if not local:
+            _require_hub(name)
+        try:
+            task = given.pop("task", None)
+            if task is None:
+                config = transformers.AutoConfig.from_pretrained(where, local_files_only=local)
+                task = _find_task(name, config)
+            if task not in TASKS:
+                raise ConfigError(f"model.options: {describe_unknown('task', str(task), TASKS)}")
+            if task in ("seq-cls", "image-cls"):
+                given.setdefault("num_labels", outputs)
+            kind = getattr(transformers, TASKS[task][0])
+            return kind.from_pretrained(where, local_files_only=local, **given)
+        except ConfigError:
+            raise
+        # What transformers raises, of files, names and arguments alike.
+        except (OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
+            raise ModelError(
+                f"model {PREFIX}{name} cannot be loaded: {' '.join(str(error).split()):.300}"
+            ) from error
+
+
+def attach_adapter(module: nn.Module, adapter: Mapping[str, Any] | AdapterConfig) -> nn.Module:
+    """Return a model of peft: a module whose own weights are frozen, with a new adapter.
+
+    Args:
+        module: it becomes a part of the model.
+        adapter: see `AdapterConfig`.
+
+    Raises:
+        ConfigError: when peft is missing, or a setting is not known.
+        ModelError: when the module has no such layers.
+    """
+    config = adapter
+    if not isinstance(config, AdapterConfig):
+        config = parse_settings(AdapterConfig, dict(config), "model.adapter")
+    peft = _import("peft", f"model.adapter {config.kind!r}")
+    target: Any = list(config.target) or None
+    if target == ["all-linear"]:
+        target = "all-linear"
+    given: dict[str, Any] = {
+        "r": config.r,
+        "lora_alpha": config.alpha,
+        "target_modules": target,
+        "lora_dropout": config.dropout,
+        "task_type": _find_peft_task(module),
+        **config.options,
+    }
+    if config.trained:
+        given["modules_to_save"] = list(config.trained)
+    try:
+        with warnings.catch_warnings():
+            # Of peft about names that transformers deprecates: nothing a user can change.
+            warnings.simplefilter("ignore", FutureWarning)
+            made = peft.get_peft_model(module, peft.LoraConfig(**given))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ModelError(
+            f"model.adapter cannot be attached: {' '.join(str(error).split()):.300}"
+        ) from error
+    if config.kind == "ffa-lora":
+        for path, parameter in made.named_parameters():
+            if ".lora_A." in path or ".lora_embedding_A." in path:
+                parameter.requires_grad_(False)
+    return made
+
+
+def _import(name: str, what: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} needs the package {name}, which cannot be imported "
+            f"({' '.join(str(error).split()):.120}): {extras.install_command('adapters')}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Keep progress bars and remarks of transformers out of the output of a run."""
+    logs = transformers.utils.logging
+    verbosity, shown = logs.get_verbosity(), logs.is_progress_bar_enabled()
+    logs.set_verbosity_error()
+    logs.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logs.set_verbosity(verbosity)
+        if shown:
+            logs.enable_progress_bar()
+
+
+def _is_path(name: str) -> bool:
+    """Return whether a name can only be a folder: names on the Hub have one "/" at most."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
+
+
+def _is_cached(transformers: Any, name: str) -> bool:
+    try:
+        transformers.AutoConfig.from_pretrained(name, local_files_only=True)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _require_hub(name: str) -> None:
+    """Refuse a name that would be downloaded where the Hub cannot be reached."""
+    if any(key.lower() in ("https_proxy", "all_proxy") for key in os.environ):
+        return  # the Hub is then reached through another machine
+    place = urllib.parse.urlparse(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        with socket.create_connection((place.hostname or "", place.port or 443), _REACH_SECONDS):
+            return
+    except OSError as error:
+        raise ModelError(
+            f"model {PREFIX}{name}: there is no folder of this name, it is not in the cache of the "
+            f"Hugging Face Hub, and {place.hostname} cannot be reached ({error}); give the folder "
+            "that save_pretrained wrote"
+        ) from error
+
+
+def _find_task(name: str, config: Any) -> str:
+    for written in getattr(config, "architectures", None) or ():
+        for suffix, task in _SUFFIXES.items():
+            if written.endswith(suffix):
+                return task
+    raise ConfigError(
+        f"model {PREFIX}{name} does not say what it is for ({config.model_type}); set "
+        f"model.options.task to one of {', '.join(TASKS)}"
+    )
+
+
+def _find_peft_task(module: nn.Module) -> str | None:
+    """Return what peft calls the task of a model of transformers; None for other modules."""
+    if not hasattr(module, "prepare_inputs_for_generation") and not hasattr(module, "config"):
+        return None
+    for suffix, task in _SUFFIXES.items():
+        if type(module).__name__.endswith(suffix):
+            return TASKS[task][1]
+    return None
