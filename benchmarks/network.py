@@ -12,6 +12,7 @@
     python benchmarks/network.py slow         a model of 20 MB over a link of 20 Mbit/s
     python benchmarks/network.py fuzz         20,000 damaged messages to and from a running node
     python benchmarks/network.py members      a member attacks two honest nodes, attack by attack
+    python benchmarks/network.py pace         one slow member of eight: what the others lose
     python benchmarks/network.py efficiency   compared with the same bytes over TCP with mutual TLS
     python benchmarks/network.py bytes        bytes that the cost model predicts, and bytes counted
 
@@ -34,6 +35,7 @@ import network_attack
 import network_churn
 import network_links
 import network_members
+import network_pace
 import network_parity
 import network_roster
 import network_soak
@@ -55,6 +57,7 @@ MEASUREMENTS = {
     "slow": network_links.slow,
     "fuzz": network_attack.fuzz,
     "members": network_members.members,
+    "pace": network_pace.pace,
     "efficiency": network_links.efficiency,
     "bytes": network_links.predicted_bytes,
 }

@@ -37,7 +37,7 @@ def test_the_transport_over_grpc_keeps_the_contract(insecure, tmp_path, port):
 class Late(InProcess):
     """Answers at once that a message is not ready, though it may still come."""
 
-    def fetch(self, peer, expect, deadline):
+    def fetch(self, peer, expect, deadline, patience=None):
         return super().fetch(peer, expect, min(deadline, 0.01))
 
 

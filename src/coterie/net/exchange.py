@@ -10,7 +10,7 @@ cohort's messages, and every client fetches its answer.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -82,7 +82,8 @@ class RemoteExchange:
         self._got: dict[Address, Delivery] = {}
         self._lost: set[int] = set()
         self._redraws, self._until = 0, 0.0
-        self._down = self._unreachable_clients()
+        slow = set(self.post.pace.list_slow(rng.round))
+        self._down = self._unreachable_clients() | self._clients_of(slow)
         # whether messages of others were wanted in this round
         self.is_asking = False
 
@@ -115,10 +116,16 @@ class RemoteExchange:
         # A member that was never seen is asked all the same: it may come at any moment.
         self._seen |= alive
         self._away = (self._away | self._seen) - alive
-        away = {
-            client for client, name in self.post.host_of.items() if name in self._away | self._odd
-        }
-        return away | set(self.roster.removed)
+        return self._clients_of(self._away | self._odd) | set(self.roster.removed)
+
+    def _clients_of(self, names: Container[str]) -> set[int]:
+        return {client for client, name in self.post.host_of.items() if name in names}
+
+    def _members_of(self, clients: Iterable[int]) -> dict[str, list[str]]:
+        """Return the members of clients that are missing, by name, for a record of it."""
+        host_of = self.post.host_of
+        names = sorted({host_of[client] for client in clients if client in host_of})
+        return {"members": names} if names else {}
 
     def reachable_clients(self) -> Bool[Tensor, " population"]:
         """Return the clients that can be asked in this round, as known at its beginning."""
@@ -188,7 +195,7 @@ class RemoteExchange:
         self.post.journal({
             "event": "redraw" if again else "pull", "round": self._rng.round, "exchange": number,
             "readers": own.tolist(), "asked": wanted,
-            "missing": {str(c): why for c, why in lost.items()},
+            "missing": {str(c): why for c, why in lost.items()}, **self._members_of(lost),
             "arrived": [c for c in wanted if self._address_of(number, c) in self._got],
             "unreachable": sorted(self._down | self._lost), "seconds": time.monotonic() - started,
         })  # fmt: skip
@@ -275,7 +282,8 @@ class RemoteExchange:
     ) -> tuple[Any, Inbox]:
         everybody = torch.arange(self.roster.population)
         expected = set((everybody if self._expected is None else self._expected).tolist())
-        others = sorted(expected - set(self.ids.tolist()))
+        # One that was absent in this round is asked no more in it.
+        others = sorted(expected - set(self.ids.tolist()) - self._lost)
         self.is_asking |= bool(others)
         template = self._message_template(message, address)
         found = self.post.fetch_all(
@@ -285,9 +293,13 @@ class RemoteExchange:
             message, [d if isinstance(d, Delivery) else None for _, d in sorted(found.items())]
         )
         assert whole.ids is not None
-        lost = {str(c): m.reason for c, m in found.items() if isinstance(m, Missing)}
-        self.post.journal({"event": "serve", "round": address.round, "exchange": address.exchange,
-                       "arrived": whole.ids.tolist(), "missing": lost})  # fmt: skip
+        lost = {c: m.reason for c, m in found.items() if isinstance(m, Missing)}
+        self._lost |= set(lost)
+        self.post.journal({
+            "event": "serve", "round": address.round, "exchange": address.exchange,
+            "arrived": whole.ids.tolist(), "missing": {str(c): why for c, why in lost.items()},
+            **self._members_of(lost),
+        })  # fmt: skip
         if not len(whole):
             raise RoundMissed("no client's message arrived", None)
         new, reply = rule(shared, whole)

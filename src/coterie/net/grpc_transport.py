@@ -428,13 +428,17 @@ class GrpcTransport:
 
     # ------------------------------------------------------------------ asking
 
-    def fetch(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
-        """Ask a member for a message, wait at most `deadline` seconds, and check it."""
+    def fetch(
+        self, peer: str, expect: Expectation, deadline: float, patience: float | None = None
+    ) -> Delivery | Missing:
+        """Ask a member for a message, and check it: see `Transport.fetch`."""
         started, at = time.monotonic(), expect.address
-        assembler, size = Assembler(expect), 0
+        patience = deadline if patience is None else min(deadline, patience)
+        assembler, size, first = Assembler(expect), 0, 0.0
 
         def take(frame: bytes) -> None:
-            nonlocal size
+            nonlocal size, first
+            first = first or time.monotonic() - started
             attachment, chunk = read_frame(frame)
             size += len(attachment) + len(chunk)
             assembler.feed(attachment, chunk)
@@ -445,10 +449,10 @@ class GrpcTransport:
             "exchange": at.exchange,
             "client": at.client,
             # The peer gives up before this node does, so that its reason still arrives.
-            "wait": round(WAIT * deadline, 3),
+            "wait": round(WAIT * patience, 3),
         }
         try:
-            missing = self._ask(peer, "Message", question, deadline, take)
+            missing = self._ask(peer, "Message", question, deadline, take, patience)
             if missing is not None:
                 return missing
             tensors = assembler.finish()
@@ -464,9 +468,8 @@ class GrpcTransport:
             return Missing(f"refused:{wrong.code}", None, escape_text(wrong))
         assert assembler.manifest is not None
         self._note_presence(peer, True)
-        return Delivery(
-            assembler.manifest, tensors, size, time.monotonic() - started, assembler.sealed
-        )
+        seconds = time.monotonic() - started
+        return Delivery(assembler.manifest, tensors, size, seconds, assembler.sealed, first)
 
     def ask_head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
         """Ask a member how it is."""
@@ -500,6 +503,7 @@ class GrpcTransport:
         question: Mapping[str, Any],
         deadline: float,
         take: Callable[[bytes], None],
+        patience: float | None = None,
     ) -> Missing | None:
         """Ask a member, and give the parts of its answer to `take`; return why there is none."""
         known = self._links.get(peer)
@@ -507,7 +511,7 @@ class GrpcTransport:
             # The library dials it again; hundreds of such members must cost next to nothing.
             known.used = time.monotonic()
             return known.missing
-        work = self._ask_on_loop(peer, method, question, deadline, take)
+        work = self._ask_on_loop(peer, method, question, deadline, take, patience)
         with self._lock:
             if self._closed:
                 work.close()
@@ -529,6 +533,7 @@ class GrpcTransport:
         question: Mapping[str, Any],
         deadline: float,
         take: Callable[[bytes], None],
+        patience: float | None,
     ) -> Missing | None:
         link = self._link_to(peer)
         if link is None:
@@ -539,10 +544,17 @@ class GrpcTransport:
         )
         try:
             empty = True
-            async for part in call:
-                empty = False
-                take(part)
+            async with asyncio.timeout(patience) as limit:
+                async for part in call:
+                    empty = False
+                    take(part)
+                    if patience is not None:
+                        limit.reschedule(self._loop.time() + patience)
             return Missing("unreachable", None, "an answer without any part") if empty else None
+        except TimeoutError:
+            # One that cannot be dialed is not slow.
+            here = link.channel.get_state() is _READY
+            return Missing("timeout" if here else "unreachable", None, "no part came for too long")
         except grpc.aio.AioRpcError as error:
             if "larger than max" in (error.details() or ""):
                 raise Refused("size", f"a part of over {_MAX_FRAME} bytes") from None

@@ -233,6 +233,7 @@ class Node:
         self._earlier = {} if self.late else checkpoint.load(folder, self.loop, self._identity)
         # One value, because the median of no values is undefined.
         self._started, self._local, self._ignore_hints_until = time.perf_counter(), [0.0], -1
+        self.post.pace.local = lambda: statistics.median(self._local)
         self.clock = self._make_clock()
 
     def _check_federation(self, federation: Federation) -> None:
@@ -288,16 +289,16 @@ class Node:
         """Record what arrived in the journal, for replay, and log it."""
         self._journal_file.append(json.dumps(event).encode())
         details = {k: v for k, v in event.items() if k not in ("event", "round")}
-        grave = details.get("missing") or event["event"] == "refused"
+        grave = details.get("missing") or event["event"] in ("refused", "slow")
         self.log(str(event["event"]), level="warning" if grave else "debug", **details)
 
     def round_deadline(self) -> float:
-        """Return a deadline: as set, or three transfers and two trainings, at least 30 s."""
+        """Return a deadline: as set, or thrice the others' usual time and two trainings, at least 30 s."""
         if self.post.terms.deadline:
             return self.post.terms.deadline
-        traffic = self.post.traffic
-        transfer = traffic.transfer / traffic.received if traffic.received else 0.0
-        return max(_LEAST_DEADLINE, 3 * transfer + 2 * statistics.median(self._local))
+        # Medians: no single member makes this node wait longer for all.
+        typical = self.post.pace.typical_seconds()
+        return max(_LEAST_DEADLINE, 3 * typical + 2 * statistics.median(self._local))
 
     # ------------------------------------------------------------------ meeting the others
 
@@ -1000,6 +1001,12 @@ class Node:
         for name, (days, _) in rosters.find_ends(self.roster, datetime.now(UTC)).items():
             about = {**labels, "member": name}
             out.append(("coterie_certificate_days", "days to a certificate's end", about, days))
+        for name, (median, is_slow) in sorted(self.post.pace.describe().items()):
+            about = {**labels, "member": name}
+            what = "median of a member's newest times, NaN while it has none"
+            out.append(("coterie_member_seconds", what, about, median))
+            what = "1 for a member that was slow and is asked less often"
+            out.append(("coterie_member_slow", what, about, int(is_slow)))
         for reason, number in sorted(traffic.missing.items()):
             out.append(
                 ("coterie_missing_total", "messages missing", {**labels, "reason": reason}, number)

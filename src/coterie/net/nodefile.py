@@ -82,8 +82,11 @@ class NetworkSettings(Configurable):
     """Network settings of a node; they may differ between nodes.
 
     Args:
-        deadline: seconds a round waits for peers; 0 for three transfers and two trainings, at least
-            half a minute.
+        deadline: seconds a round waits for peers; 0 for three times what the others usually take
+            and two trainings, at least half a minute.
+        slow: seconds that a member may be silent before it counts as slow, unless most are so slow
+            or it says that it has not reached the round; a slow one is left out for 4, 8, 16, ...
+            rounds. 0 to wait for everybody until the deadline.
         server_wait: seconds to keep asking a server that does not answer.
         redraws: how often the peers of a round are drawn again when some are missing.
         half: send models in half precision.
@@ -99,6 +102,7 @@ class NetworkSettings(Configurable):
     """
 
     deadline: NonNegativeFloat = 0.0
+    slow: NonNegativeFloat = 3.0
     server_wait: NonNegativeFloat = 600.0
     redraws: NonNegativeInt = 5
     half: bool = False

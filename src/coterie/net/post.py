@@ -18,6 +18,7 @@ from torch import Tensor
 from coterie.errors import ExchangeError, TransportError
 from coterie.net import identity
 from coterie.net.outbox import NO_LAST, Missing
+from coterie.net.pace import Pace, Slow, Wait, was_held
 from coterie.net.payload import Refused, Template
 from coterie.net.roster import Roster
 from coterie.net.transport import Delivery, Transport
@@ -27,6 +28,7 @@ from coterie.net.wire import seal_parcel as seal_parcel
 # messages that are asked for at a time; a member holds a few more questions open than that
 _OF_A_MEMBER = 4
 _AT_A_TIME = 64  # of all members
+_SHORT = 0.02  # seconds that are too few for another question
 _LOOK = 0.2  # seconds between two looks, while waiting for answers, at whether this node can go on
 
 
@@ -53,6 +55,9 @@ class Terms:
         redraws: how often the peers of a round are drawn again when some are missing.
         half: send models in half precision.
         chunk: bytes in a chunk; fewer than 262144 for links below 1 Mbit/s.
+        slow: seconds that a member may be silent in the first rounds, and later when the others
+            answer soon; one that is silent for longer counts as slow and is left out for some
+            rounds (see `pace`). 0 to wait for everybody until the deadline.
     """
 
     deadline: float = 30.0
@@ -60,6 +65,7 @@ class Terms:
     redraws: int = 5
     half: bool = False
     chunk: int = CHUNK
+    slow: float = 3.0
 
 
 @dataclass
@@ -70,14 +76,12 @@ class Traffic:
         received: messages that arrived.
         bytes: their length on the wire.
         seconds: time that rounds spent exchanging, waiting for slower peers included.
-        transfer: time from question to complete message, summed over messages.
         missing: number of messages that did not arrive, by reason.
     """
 
     received: int = 0
     bytes: int = 0
     seconds: float = 0.0
-    transfer: float = 0.0
     missing: Counter[str] = field(default_factory=Counter)
 
 
@@ -143,7 +147,7 @@ class Post:
             journal,
         )
         self.deadline = deadline or (lambda: self.terms.deadline)
-        self.traffic = Traffic()
+        self.traffic, self.pace = Traffic(), Pace(self.terms.slow)
         self.ahead: int | None = None
         self.last_round = NO_LAST
         self.on_answer: Callable[[str, Address, Delivery | Missing], None] = (
@@ -164,6 +168,7 @@ class Post:
         self._newest = {m.name: self._newest[m.name] for m in roster.members
                         if m.name in self._newest and keys.get(m.name) == m.key}  # fmt: skip
         self.roster, self.host_of = roster, roster.host_of
+        self.pace.num_others = len(roster.members) - 1
         public = {m.name: identity.decode_public_key(m.key) for m in roster.members}
         self._verify = {
             n: lambda s, data, key=key: identity.verify(key, s, data) for n, key in public.items()
@@ -230,26 +235,65 @@ class Post:
         self, peer: str, address: Address, template: Template, seconds: float
     ) -> Delivery | Missing:
         """Ask one member for one message, check it, and count the result."""
+        return self._count(peer, self._ask_once(peer, address, template, seconds))
+
+    def _ask_once(
+        self,
+        peer: str,
+        address: Address,
+        template: Template,
+        seconds: float,
+        patience: float | None = None,
+    ) -> Delivery | Missing:
         if self._closing.is_set():
             return Missing("closing")
         expect = Expectation(
             self.roster.run, peer, self.transport.name, address, self.roster.schema, template,
             self._verify[peer], self._newest.get(peer, 0),
         )  # fmt: skip
-        found = self.transport.fetch(peer, expect, seconds)
+        found = self.transport.fetch(peer, expect, seconds, patience)
         self.on_answer(peer, address, found)
+        return found
+
+    def _count(self, peer: str, found: Delivery | Missing) -> Delivery | Missing:
         if isinstance(found, Delivery):
             with self._counting:
                 self._newest[peer] = max(self._newest.get(peer, 0), found.manifest.inc)
                 self.traffic.received += 1
                 self.traffic.bytes += found.bytes
-                self.traffic.transfer += found.seconds
-        else:
+        elif found.reason != "closing" or not self._closing.is_set():
             with self._counting:
                 self.traffic.missing[found.reason] += 1
             if found.reason == "gone" and found.round is not None:
                 self.ahead = max(found.round, self.ahead or 0)
         return found
+
+    def _fetch_patiently(
+        self, peer: str, address: Address, template: Template, until: float, held: set[str]
+    ) -> Wait:
+        """Ask one member, and again as long as it says that it has not reached the round.
+
+        Args:
+            peer: the member.
+            address: of the message.
+            template: its tensors.
+            until: when the round goes on without it.
+            held: members that have held an answer already; this one is added when it does.
+        """
+        began = asked = time.monotonic()
+        patience = self.pace.patience(peer, until - began)
+        while True:
+            left = until - asked
+            # What is cut short by the deadline says nothing about the member.
+            whole = patience <= left
+            found = self._ask_once(peer, address, template, left, min(patience, left))
+            late = whole and bool(self.pace.floor) and was_held(found, patience)
+            ready = isinstance(found, Delivery) or found.reason != "not_ready"
+            asked = time.monotonic()
+            if ready or peer in held or not self.pace.is_trusted(peer) or until - asked < _SHORT:
+                held |= {peer} if late else set()
+                return Wait(peer, asked - began, late, self._count(peer, found))
+            patience *= 2  # few questions, also when a member is far behind
 
     def fetch_all(
         self, wanted: Iterable[Address], template: Template, seconds: float
@@ -257,17 +301,18 @@ class Post:
         """Ask for messages of several clients, all of them before the deadline.
 
         Few of one member are asked for at a time, and each member has its own turn, so a member
-        that does not answer delays only its own messages.
+        that does not answer delays only its own messages, and only as long as its pace allows.
         """
-        until = time.monotonic() + seconds
+        until, waits, held = time.monotonic() + seconds, list[Wait](), set[str]()
 
         def fetch_one(address: Address) -> Delivery | Missing:
-            left = until - time.monotonic()
             if address.client not in self.host_of:
                 return Missing("removed")
-            if left <= 0:
+            host = self.host_of[address.client]
+            if time.monotonic() >= until or host in held:
                 return Missing("timeout")
-            return self.fetch(self.host_of[address.client], address, template, left)
+            waits.append(self._fetch_patiently(host, address, template, until, held))
+            return waits[-1].found
 
         addresses, of_host = list(wanted), dict[str, list[Address]]()
         for address in addresses:
@@ -284,7 +329,17 @@ class Post:
         found: dict[int, Delivery | Missing] = {}
         for answers in self._await_all(partial(fetch_in_turn, lane) for lane in lanes if lane):
             found |= answers
+        for slow in self.pace.judge_waits(addresses[0].round, waits) if addresses else ():
+            self._record_slow(slow, addresses[0].round)
         return {address.client: found[address.client] for address in addresses}
+
+    def _record_slow(self, slow: Slow, round: int) -> None:
+        """Record who was slow, and from which round on it is asked again."""
+        others = self.pace.typical_seconds(slow.peer)
+        text = f"{slow.peer} took {slow.seconds:.1f} s, others usually {others:.1f} s; it is left "
+        text += f"out until round {slow.until}"
+        self.journal({"event": "slow", "round": round, "peer": slow.peer, "until": slow.until,
+                      "seconds": slow.seconds, "text": text})  # fmt: skip
 
     def _await_all(self, questions: Iterable[Callable[[], _Answer]]) -> list[_Answer]:
         """Ask side by side, and wait for all answers as long as this node can go on."""

@@ -29,6 +29,7 @@ class Delivery:
         bytes: length on the wire, manifest included.
         seconds: time from the question to the last chunk.
         sealed: the sender's signature and the manifest as it came.
+        first: time from the question to the first chunk.
     """
 
     manifest: Manifest
@@ -36,6 +37,7 @@ class Delivery:
     bytes: int
     seconds: float
     sealed: builtins.bytes = b""
+    first: float = 0.0
 
 
 HeadSource = Callable[[str], bytes]
@@ -58,8 +60,17 @@ class Transport(Protocol):
         """Answer with one and the same message from a round on, to its last round."""
         ...
 
-    def fetch(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
-        """Ask a member for a message, wait at most `deadline` seconds, and check it."""
+    def fetch(
+        self, peer: str, expect: Expectation, deadline: float, patience: float | None = None
+    ) -> Delivery | Missing:
+        """Ask a member for a message, and check it.
+
+        Args:
+            peer: the member.
+            expect: the message.
+            deadline: seconds for the whole message.
+            patience: seconds without any part of it; the deadline when None.
+        """
         ...
 
     def serve_head(self, head: HeadSource) -> None:
@@ -92,7 +103,7 @@ class Transport(Protocol):
 
 
 WAIT = 0.8
-"""The share of an asker's deadline for which a peer may hold its question."""
+"""The share of an asker's patience for which a peer may hold its question."""
 
 
 def assemble_delivery(
@@ -108,7 +119,7 @@ def assemble_delivery(
         return Missing(f"refused:{error.code}", None, str(error))
     assert assembler.manifest is not None
     size = sum(len(a) + len(c) for a, c in parts)
-    return Delivery(assembler.manifest, tensors, size, seconds, assembler.sealed)
+    return Delivery(assembler.manifest, tensors, size, seconds, assembler.sealed, seconds)
 
 
 class Hub:
@@ -160,9 +171,12 @@ class InProcess:
         # Answering a probe of the link does not mean that a node takes part.
         self._announced |= address.kind != "probe"
 
-    def fetch(self, peer: str, expect: Expectation, deadline: float) -> Delivery | Missing:
-        """Ask a node of the hub."""
+    def fetch(
+        self, peer: str, expect: Expectation, deadline: float, patience: float | None = None
+    ) -> Delivery | Missing:
+        """Ask a node of the hub: a message comes in one piece."""
         started = time.monotonic()
+        deadline = deadline if patience is None else min(deadline, patience)
         node = self.hub.find_node(self.name, peer)
         if node is None:
             return Missing("unreachable")

@@ -83,10 +83,10 @@ def test_members_that_never_answer_keep_nobody_waiting_for_the_others(network):
     _, (a, *others), _ = network(8)
     served, real = threading.Event(), a.post.transport.fetch
 
-    def fetch(peer, expect, deadline):
+    def fetch(peer, expect, deadline, patience):
         if peer == "n7":
             served.set()
-            return real(peer, expect, deadline)
+            return real(peer, expect, deadline, patience)
         return Missing("timeout" if served.wait(60) else "never")
 
     a.post.transport.fetch = fetch
@@ -103,7 +103,7 @@ def test_of_one_member_a_few_messages_are_asked_for_at_a_time(network):
     post.host_of = {client: "n1" if client < 20 else "n2" for client in range(23)}
     counting = threading.Lock()
 
-    def fetch(peer, address, template, seconds):
+    def fetch(peer, address, template, seconds, patience):
         if peer == "n1":
             with counting:
                 open_[0] += 1
@@ -113,7 +113,7 @@ def test_of_one_member_a_few_messages_are_asked_for_at_a_time(network):
                 open_[0] -= 1
         return Missing("gone", address.client)
 
-    post.fetch = fetch
+    post._ask_once = fetch
     found = post.fetch_all([Address(0, 0, client) for client in range(23)], Template({}), 60.0)
     assert [(client, missing.round) for client, missing in found.items()] == [
         (c, c) for c in range(23)
@@ -355,9 +355,9 @@ def test_a_node_that_can_no_longer_go_on_waits_for_nobodys_answer(network, who):
     exchange, asked = (b, threading.Event()) if who == "client" else (a, threading.Event())
     fetch = exchange.post.transport.fetch
 
-    def noticed(peer, expect, deadline):
+    def noticed(peer, expect, deadline, patience):
         asked.set()
-        return fetch(peer, expect, deadline)
+        return fetch(peer, expect, deadline, patience)
 
     def able():
         if asked.is_set():

@@ -27,10 +27,11 @@ from coterie.net import local
 from coterie.net.head import Head, check_study, study_hash, with_given, with_table
 from coterie.net.log import Log, format_samples
 from coterie.net.node import Node, Patience, RunSpec
+from coterie.net.pace import Wait
 from coterie.net.post import Terms
 from coterie.net.roster import Member, Roster
-from coterie.net.transport import Hub, InProcess
-from coterie.net.wire import VERSION
+from coterie.net.transport import Delivery, Hub, InProcess
+from coterie.net.wire import VERSION, Manifest
 from coterie.results import traffic
 from coterie.rng import Rng
 from coterie.runtime.loop import Loop
@@ -495,12 +496,18 @@ def test_a_node_that_fell_behind_goes_to_the_round_in_the_middle_of_the_others(
         assert node.loop.next_round == after
 
 
-def test_a_deadline_has_room_for_three_transfers_and_two_trainings(networks):
-    """Transfers of 20 s on average and trainings of 8, 10 and 60 s: 3 x 20 + 2 x 10; half a minute at least."""
+def test_a_deadline_has_room_for_three_usual_times_and_two_trainings(networks):
+    """Others take 18, 20 and 500 s and trainings 8, 10 and 60 s: 3 x 20 + 2 x 10; half a minute at least."""
     node = networks("random").node(0)
     node.post.terms = Terms(deadline=0.0)
     assert node.round_deadline() == 30.0
-    node.post.traffic.transfer, node.post.traffic.received = 60.0, 3
+    sealed = Manifest(1, "r", "d", 1, 0, 0, 3, "model", "", "safetensors", 9, 1024, "", "")
+    delivered = Delivery(sealed, {}, 0, 0.0)
+    waits = [
+        Wait(f"n{i + 1}", seconds, False, delivered)
+        for i, seconds in enumerate((18.0, 500.0, 20.0))
+    ]
+    node.post.pace.judge_waits(0, waits)
     node._local = [8.0, 60.0, 10.0]
     assert node.round_deadline() == 80.0
     node.post.terms = Terms(deadline=7.0)
