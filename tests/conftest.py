@@ -19,6 +19,8 @@ OPTIONAL = ("mlflow", "wandb", "hub")
 MAY_SKIP = (
     *(f"the extra {name} is not installed" for name in OPTIONAL),
     "no history: the clone is shallow",
+    "no emulator of ARM",
+    "no other compiler",
 )
 
 

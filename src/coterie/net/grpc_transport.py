@@ -100,8 +100,11 @@ def raise_file_limit() -> None:
     except ImportError:  # Windows has no such limit
         return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # macOS says that there is no limit, and then refuses more than 10,240 (OPEN_MAX).
+    for number in (most, 10_240):
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (number, most))
+            return
 
 
 def check_loopback(roster: Roster, listen: str | None = None) -> None:
