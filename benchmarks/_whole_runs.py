@@ -1,4 +1,7 @@
-"""Whole runs of the models of `zoo` next to a lean loop that trains, averages and validates the same."""
+"""Whole runs of the models of `zoo` next to a lean loop that trains, averages and validates the same.
+
+Both validate the first model of each client and all later ones, and test the last one.
+"""
 
 import copy
 import statistics
@@ -12,17 +15,29 @@ from torch.nn import functional
 from zoo import Entry
 
 from coterie import FedAvg, Settings, simulate
-from coterie.data.federation import Federation
+from coterie.data.federation import Federation, TestSet
 from coterie.engine.task import LocalTraining
 
-CLIENTS, TRAIN, VALIDATION, BATCH, TURNS = 8, 128, 32, 32, 3
+TRAIN, VALIDATION, BATCH = 128, 32, 32
+LONGEST = 80  # seconds of the lean loop, above which a cell is left out
+ENOUGH = 20  # seconds of the lean loop in all turns of a cell
 STUDY = 40  # runs of a study; what is built is built for all
+
+
+def judge(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    """Measure the loss and the accuracy of a model."""
+    with torch.no_grad():
+        outputs = model.eval()(x)
+        float(functional.cross_entropy(outputs, y))
+        float((outputs.argmax(1) == y).float().mean())
 
 
 def measure_runs(
     name: str,
     entry: Entry,
     rounds: int,
+    clients: int,
+    turns: int,
     make: Callable[[Entry], nn.Module],
     train: Callable[[nn.Module, Tensor, Tensor, int, str], None],
 ) -> dict[str, Any]:
@@ -36,51 +51,78 @@ def measure_runs(
         name: of the model.
         entry: the model.
         rounds: of a run.
+        clients: how many.
+        turns: of which times are medians; fewer where they take long.
         make: returns a new module.
         train: trains a module for an epoch in plain PyTorch: (module, x, y, batch, form of Adam).
     """
     number = TRAIN + VALIDATION
-    x, y = entry.data(CLIENTS * number, torch.Generator().manual_seed(0))
-    x, y = x.unflatten(0, (CLIENTS, number)), y.unflatten(0, (CLIENTS, number))
-    ids = torch.arange(CLIENTS)
-    split = (torch.arange(number) >= TRAIN).long().expand(CLIENTS, -1)
+    x, y = entry.data(clients * number, torch.Generator().manual_seed(0))
+    x, y = x.unflatten(0, (clients, number)), y.unflatten(0, (clients, number))
+    ids = torch.arange(clients)
+    split = (torch.arange(number) >= TRAIN).long().expand(clients, -1)
+    test_x, test_y = entry.data(VALIDATION, torch.Generator().manual_seed(1))
     data = Federation(
-        x=x, y=y, split=split, tests=(), test_of=torch.zeros_like(ids), ids=ids, population=CLIENTS,
+        x=x, y=y, split=split, tests=(TestSet(test_x, test_y, "all"),), test_of=torch.zeros_like(ids), ids=ids, population=clients,
         classes=entry.classes,
     )  # fmt: skip
     local = LocalTraining(batch_size=BATCH, optimizer="adam", lr=1e-3)
-    settings = Settings(rounds=rounds, local=local, warmup_epochs=0, check=False, evaluate="final")
+    short = min(rounds, 2)
 
-    def run(plan_runs: int) -> str:
+    def run(plan_runs: int, rounds: int = rounds) -> str:
+        settings = Settings(
+            rounds=rounds, local=local, warmup_epochs=0, check=False, evaluate="final"
+        )
         return simulate(
             data, FedAvg(), model=entry.make, settings=settings, plan_runs=plan_runs
         ).engine
 
-    def lean() -> str:
+    def lean(rounds: int = rounds) -> None:
         module = make(entry)
+        for own_x, own_y in zip(x, y, strict=True):
+            judge(module, own_x[TRAIN:], own_y[TRAIN:])
         for _ in range(rounds):
-            models = [copy.deepcopy(module) for _ in range(CLIENTS)]
+            models = [copy.deepcopy(module) for _ in range(clients)]
             for model, own_x, own_y in zip(models, x, y, strict=True):
                 train(model.train(), own_x[:TRAIN], own_y[:TRAIN], BATCH, "foreach")
-                with torch.no_grad():
-                    outputs = model.eval()(own_x[TRAIN:])
-                    float(functional.cross_entropy(outputs, own_y[TRAIN:]))
-                    float((outputs.argmax(1) == own_y[TRAIN:]).float().mean())
+                judge(model, own_x[TRAIN:], own_y[TRAIN:])
             states = [model.state_dict() for model in models]
             module.load_state_dict(
-                {k: sum(state[k] for state in states) / CLIENTS for k in states[0]}
+                {k: sum(state[k] for state in states) / clients for k in states[0]}
             )
-        return "lean"
+        judge(module, test_x, test_y)
 
-    sides = {"lean": lean, "alone": lambda: run(1), "in a study": lambda: run(STUDY)}
-    engines = {side: function() for side, function in sides.items()}
+    sides: dict[str, Callable[[], object]] = {
+        "lean": lean,
+        "alone": lambda: run(1),
+        "in a study": lambda: run(STUDY),
+    }
+    # Short runs of as much work in all take the same engine, and compile it.
+    began = time.perf_counter()
+    lean(short)
+    seconds = (time.perf_counter() - began) * rounds / short
+    if seconds > LONGEST:
+        return {
+            "model": name, "clients": clients, "rounds": rounds,
+            "skipped": f"the lean loop would take about {seconds:.0f} s",
+        }  # fmt: skip
+    engines = {
+        "lean": "lean",
+        "alone": run(rounds // short, short),
+        "in a study": run(STUDY * rounds // short, short),
+    }
     times: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
-    for _ in range(TURNS):
+    for _ in range(max(1, min(turns, round(ENOUGH / seconds)))):
         for side, function in sides.items():
             began, used = time.perf_counter(), time.process_time()
             function()
             times[side].append((time.perf_counter() - began, time.process_time() - used))
-    found: dict[str, Any] = {"model": name, "rounds": rounds, "engines": engines}
+    found: dict[str, Any] = {
+        "model": name,
+        "clients": clients,
+        "rounds": rounds,
+        "engines": engines,
+    }
     found["seconds"] = {side: statistics.median(t for t, _ in own) for side, own in times.items()}
     for which, place in (("times lean", 0), ("processor", 1)):
         found[which] = {

@@ -2,14 +2,14 @@
 
     python benchmarks/models.py --out docs/reference/runs/performance/models.json
     python benchmarks/models.py --only resnet8-bn gru --batches 8 32
-    python benchmarks/models.py --only tabular-bn gru --rounds 2 10 1000
+    python benchmarks/models.py --only tabular-bn gru --rounds 2 10 --clients 8 1000
 
 A cell is a model of `zoo` with a batch size. Clients train for one epoch with Adam, in one thread:
 by whole calls of `Task.train` with each engine, by the usual loop (a DataLoader that shuffles,
 torch.optim.Adam, the loss of each step as a number) and by a lean loop (slices of shuffled tensors,
 foreach or fused Adam, whichever is faster). All sides are timed in turn, again and again; ratios
-are taken within a turn. With --rounds, a cell is a model with a number of rounds: whole runs of 8
-clients with 128 samples, alone and as one of a study, next to the lean loop.
+are taken within a turn. With --rounds, a cell is a model with a number of rounds and of clients:
+whole runs of clients with 128 samples, alone and as one of a study, next to the lean loop.
 
 The file is written after each cell: the same command goes on where it was stopped, unless the code
 is another one by then.
@@ -17,6 +17,7 @@ is another one by then.
 
 import argparse
 import copy
+import itertools
 import json
 import statistics
 import sys
@@ -430,6 +431,21 @@ def done(path: Path | None, settings: Mapping[str, Any]) -> list[dict[str, Any]]
     return stored["results"] if same else []
 
 
+def measure_whole_runs(
+    options: argparse.Namespace, settings: Mapping[str, Any], rows: list[dict[str, Any]]
+) -> None:
+    """Measure whole runs of every cell, and write the rows; what is there stays."""
+    there = {(each["model"], each["clients"], each["rounds"]) for each in rows}
+    for cell in itertools.product(options.only, options.clients, options.rounds):
+        if cell in there:
+            continue
+        name, clients, rounds = cell
+        rows.append(measure_runs(name, ZOO[name], rounds, clients, options.turns, made, lean))
+        print(rows[-1], flush=True)
+        if options.out is not None:
+            origin.write_results(options.out, rows, ("engine", "models", "runtime"), settings)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure every cell and write the rows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -453,6 +469,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--rounds", nargs="+", type=int, default=[], help="measure whole runs of so many rounds"
     )
+    parser.add_argument("--clients", nargs="+", type=int, default=[8], help="of a whole run")
+    parser.add_argument(
+        "--turns", type=int, default=TURNS, help="of a whole run, of which times are medians"
+    )
     parser.add_argument(
         "--minutes", type=float, default=24, help="for all cells; each has at least three turns"
     )
@@ -471,13 +491,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, value in vars(options).items()
     }
     rows = done(options.out, settings)
-    for name in options.only if options.rounds else ():
-        for rounds in options.rounds:
-            rows.append(measure_runs(name, ZOO[name], rounds, made, lean))
-            print(rows[-1], flush=True)
-            if options.out is not None:
-                origin.write_results(options.out, rows, ("engine", "models", "runtime"), settings)
     if options.rounds:
+        measure_whole_runs(options, settings, rows)
         return
     there = {(each["model"], each["batch"]) for each in rows}
     cells = [

@@ -127,6 +127,23 @@ class CompilingForecast:
         calls = _CALL * len(traces.train.nodes) / (batch_size or _USUAL_BATCH)
         return CompilingForecast(cost, samples * (calls + _PRODUCT * products))
 
+    @staticmethod
+    def bound_share(products: int, samples: float, batch_size: int | None) -> float | None:
+        """Return at most which share of its cost compiling saves, whatever the graphs are.
+
+        Each node costs and saves, and so do the beginning and the products: their sums have a ratio
+        that is no larger than the larger of the two.
+
+        Returns:
+            The share; None where it depends on the graphs whether compiling is worthwhile. To
+            record them takes as long as a short run.
+        """
+        of_nodes = _CALL * samples / (batch_size or _USUAL_BATCH)
+        of_products = _PRODUCT * products * samples
+        if of_nodes >= _BUILD_NODE or of_products >= _BUILD:
+            return None
+        return max(of_nodes / _BUILD_NODE, of_products / _BUILD)
+
     @property
     def is_worthwhile(self) -> bool:
         """Whether compiling saves more than it costs."""
@@ -234,7 +251,9 @@ def make_engine(
     if name in ("auto", "compiled"):
         unfit = None
         if name == "auto":
-            unfit = None if portable else _why_not_compile(x, expected, precision)
+            unfit = None
+            if not portable:
+                unfit = _why_not_compile(layout, x, expected, batch_size, precision)
         if unfit is None:
             try:
                 traces = None
@@ -294,15 +313,23 @@ def _set_reason(engine: Engine, requested: str, *against: str) -> Engine:
     return engine
 
 
-def _why_not_compile(x: Tensor, expected: float | None, precision: str) -> str | None:
-    """Return why "auto" does not compile any module, if it does not."""
+def _why_not_compile(
+    layout: Layout, x: Tensor, expected: float | None, batch_size: int | None, precision: str
+) -> str | None:
+    """Return why "auto" does not compile a module, if its graphs need not be recorded to know."""
     if x.device.type != "cpu":
         return "native programs run on a CPU"
     if precision != "full":
         return "native programs compute in full precision"
     if expected is None or expected < _FEW:
         return "too little work to compile"
-    return None
+    share = CompilingForecast.bound_share(count_products(layout, x), expected, batch_size)
+    if share is None:
+        return None
+    return (
+        f"too little work to compile, which takes over {_BUILD} s and would save at most "
+        f"{share:.1%} of what it takes"
+    )
 
 
 def _find_too_little_work(
@@ -335,10 +362,11 @@ def _make_loop_engine(
 
 
 def _find_failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | None:
-    """Try an engine on two equal clients; return the layer at which it failed and the error."""
+    """Try an engine on equal clients; return the layer at which it failed and the error."""
     layout = engine.layout
-    rows = torch.cat([layout.own_values()[None]] * 2)
-    inputs = layout.zero_inputs(2)
+    clients = 1 if engine.runs_one_by_one(x.device) else 2
+    rows = torch.cat([layout.own_values()[None]] * clients)
+    inputs = layout.zero_inputs(clients)
     # The names of the layers that are running: one that fails stays at the end, as its second hook
     # is not called. An error outside of all layers is the module's own.
     trail = [type(layout.train_module).__name__]
@@ -351,12 +379,12 @@ def _find_failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception]
             )
             # What a hook returns would replace the layer's output: `and None` returns nothing.
             handles.append(part.register_forward_hook(lambda _m, _a, _o: trail.pop() and None))
-    x2, y2 = torch.stack([x, x]), torch.stack([y, y])
+    batches, targets = torch.stack([x] * clients), torch.stack([y] * clients)
     try:
         # a foreign module must not draw from anybody's stream
         with Rng(0).temporary_torch_seed("engine.trial"):
-            engine.compute_gradients(rows, x2, y2, inputs)
-            engine.forward(rows, x2, inputs)
+            engine.compute_gradients(rows, batches, targets, inputs)
+            engine.forward(rows, batches, inputs)
     except MODULE_ERRORS as error:
         if OutOfMemory.matches(error):  # of the machine at this moment, not of the module
             raise

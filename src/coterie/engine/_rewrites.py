@@ -52,9 +52,8 @@ class UnbatchedProducts(TorchDispatchMode):
         """Compute one operation."""
         if func is torch.ops.aten.bmm.default:
             products = []
-            for a, b in zip(*args, strict=True):
-                a, b = align_memory(a.contiguous()), align_memory(b.contiguous())
-                products.append(torch.mm(a, b))
+            for a, b in zip(*(factor.contiguous() for factor in args), strict=True):
+                products.append(torch.mm(align_memory(a), align_memory(b)))
             return torch.stack(products)
         return func(*args, **(kwargs or {}))
 

@@ -104,9 +104,11 @@ def _set_precision(precision: str, device: torch.device) -> Iterator[None]:
                 yield
         finally:
             matmul.allow_tf32, cudnn.allow_tf32 = before
-    else:
+    elif precision == "bf16" or torch.is_autocast_enabled(device.type):
         with _make_autocast(precision, device):
             yield
+    else:  # entered once a client: what is off already need not be switched off
+        yield
 
 
 def _make_autocast(precision: str, device: torch.device) -> torch.autocast:

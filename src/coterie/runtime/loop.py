@@ -147,6 +147,8 @@ class Loop:
         self.state = self._init_state(task)
         self.tracker = Tracker.start(self.state.params, settings.keeps_best_models(method.server))
         self.evaluated_models: Tensor | None = None  # the models of the final evaluation
+        # the models that the last round judged, and how they did
+        self._validated: tuple[Tensor, dict[str, Tensor]] | None = None
         self.next_round = -1  # the warm-up
         # the first and the last round of each gap
         self.skipped_rounds: list[tuple[int, int]] = []
@@ -401,6 +403,8 @@ class Loop:
             measured[:] = True
         if bool(measured.all()):
             values = self._task_at(index).evaluator.evaluate_split(judged, "validation")
+            if last:
+                self._validated = judged, values
         else:
             values = (
                 self._task_at(index)
@@ -640,7 +644,7 @@ class Loop:
         task = self._task_at(last)
         measured = {
             "test": self._evaluate_on_tests(last, params),
-            "validation": task.evaluator.evaluate_split(params, "validation"),
+            "validation": self._validate_final(task, params),
         }
         for split, values in measured.items():
             # the round may have measured its current models already
@@ -652,6 +656,12 @@ class Loop:
             self.record.add_metrics(last, self.task.ids[self.counted], "test", model, found)
         self.evaluated_models = params
         return params
+
+    def _validate_final(self, task: Task, params: Tensor) -> dict[str, Tensor]:
+        """Return the validation of the final models, which the last round may have done already."""
+        if self._validated is not None and torch.equal(self._validated[0], params):
+            return self._validated[1]
+        return task.evaluator.evaluate_split(params, "validation")
 
 
 def _add_rounds(ranges: list[tuple[int, int]], first: int, last: int) -> None:
