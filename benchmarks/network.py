@@ -9,6 +9,7 @@
     python benchmarks/network.py churn-pens   the same with PENS instead of DAC
     python benchmarks/network.py partition    six nodes: the link between two halves fails for 20 s
     python benchmarks/network.py soak         three nodes, 800 rounds: memory, threads, open files
+    python benchmarks/network.py hour         three nodes for `--minutes`: the same, and logs
     python benchmarks/network.py slow         a model of 20 MB over a link of 20 Mbit/s
     python benchmarks/network.py fuzz         20,000 damaged messages to and from a running node
     python benchmarks/network.py members      a member attacks two honest nodes, attack by attack
@@ -54,6 +55,7 @@ MEASUREMENTS = {
     "churn-pens": partial(network_churn.churn, method="pens"),
     "partition": network_churn.partition,
     "soak": network_soak.soak,
+    "hour": network_soak.soak_for,
     "slow": network_links.slow,
     "fuzz": network_attack.fuzz,
     "members": network_members.members,
@@ -70,6 +72,7 @@ def main() -> None:
     )
     parser.add_argument("what", choices=MEASUREMENTS)
     parser.add_argument("--methods", nargs="*", default=[], help="parity: only these")
+    parser.add_argument("--minutes", type=float, default=60.0, help="hour: how long")
     parser.add_argument(
         "--out", type=Path, help="where the results are kept; the repository's own place by default"
     )
@@ -85,6 +88,8 @@ def main() -> None:
     try:
         if given.what == "parity":
             network_parity.parity(emit, folder, given.methods)
+        elif given.what == "hour":
+            network_soak.soak_for(emit, folder, minutes=given.minutes)
         else:
             MEASUREMENTS[given.what](emit, folder)
     finally:

@@ -7,6 +7,7 @@ import netlab
 import pandas as pd
 
 from coterie.net import fleet
+from coterie.net.process import ALONE
 from coterie.studies.run import run_study
 
 METHODS = {
@@ -79,7 +80,8 @@ def run_nodes(place: Path, study, port: int, kill: str | None = None) -> list[st
             nodes.processes[kill].wait(300)
             nodes.start(kill)
         statuses = nodes.wait(900)
-    assert set(statuses.values()) == {0}, statuses
+    # Around a kill a round can pass without any message of others, which the status says.
+    assert set(statuses.values()) <= ({0, ALONE} if kill else {0}), statuses
     return list(files)
 
 
