@@ -266,15 +266,7 @@ def start_actors(
 
     alive = list_machines()
     options: dict[str, Any] = {
-        "num_cpus": _round_resource(
-            divide_resource([one.get("CPU", 0) for one in alive], len(refs), cpus)
-        )
-    }
-    if gpus is None and device.startswith("cuda"):
-        gpus = _round_resource(divide_resource([one.get("GPU", 0) for one in alive], len(refs), 1))
-    if gpus:
-        options["num_gpus"] = gpus
-    options |= {
+        **_choose_resources(alive, len(refs), device, cpus, gpus),
         # A thread of its own receives parts while the main thread computes or waits for them.
         "concurrency_groups": {"post": 1},
         # A restarted actor would have lost its state: the driver restarts all blocks from a
@@ -294,6 +286,20 @@ def start_actors(
             # Killed, not asked to end: a block may wait for a part that never comes.
             for host in hosts:
                 ray.kill(host)
+
+
+def _choose_resources(
+    machines: Sequence[Mapping[str, float]], blocks: int, device: str, cpus: int, gpus: float | None
+) -> dict[str, float]:
+    """Return the processors and GPUs of each block, by Ray's names; see `start_actors`."""
+    processors = [one.get("CPU", 0) for one in machines]
+    chosen = {"num_cpus": _round_resource(divide_resource(processors, blocks, cpus))}
+    if gpus is None and device.startswith("cuda"):
+        cards = [one.get("GPU", 0) for one in machines]
+        gpus = _round_resource(divide_resource(cards, blocks, 1))
+    if gpus:
+        chosen["num_gpus"] = gpus
+    return chosen
 
 
 def _find_modules(plan: RunPlan) -> set[str]:

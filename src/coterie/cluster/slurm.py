@@ -14,7 +14,7 @@ import tempfile
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +106,7 @@ class SlurmRuns(FanOut):
                 # Processes of this machine have no queue of their own, so no more start than there
                 # are cores.
                 room = min(workers, count_cores()) - len(handed_in) if local else len(waiting)
-                now, waiting = waiting[: max(0, room)], waiting[max(0, room) :]
+                now, waiting = _split_waiting(waiting, room)
                 if now:
                     with _suppress_warnings():
                         if local:
@@ -369,6 +369,12 @@ def _failure_reason(job: Any) -> str:
     # ("error", text) of submitit, or ("success", (kind, value)) with what `_SlurmTask` returned.
     kind, value = outcome if outcome[0] == "error" else outcome[1]
     return "" if kind == "done" else str(value).strip().splitlines()[-1][:200]
+
+
+def _split_waiting(waiting: Sequence[Any], room: int) -> tuple[list[Any], list[Any]]:
+    """Return the tasks that start now, at most as many as there is room for, and the waiting rest."""
+    count = max(0, room)
+    return list(waiting[:count]), list(waiting[count:])
 
 
 def _run_key(work: Any, job: Any) -> str:

@@ -185,3 +185,20 @@ def test_each_block_gets_what_all_can_have_at_once(
     machines: list[float], blocks: int, most: float, expected: float
 ):
     assert divide_resource(machines, blocks, most) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "expected"),
+    [
+        ("cpu", None, {"num_cpus": 2}),
+        ("cuda", None, {"num_cpus": 2, "num_gpus": 0.5}),
+        ("cuda:0", 0.25, {"num_cpus": 2, "num_gpus": 0.25}),
+        ("cpu", 0.25, {"num_cpus": 2, "num_gpus": 0.25}),
+        ("cuda", 0, {"num_cpus": 2}),
+    ],
+)
+def test_blocks_on_a_device_share_the_gpus_unless_somebody_says_otherwise(device, gpus, expected):
+    """Four blocks on machines of 8 and 4 processors and one GPU each: half a GPU, and 2 of 12."""
+    machines = [{"CPU": 8.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 1.0}]
+    found = actors._choose_resources(machines, 4, device, 2, gpus)
+    assert found == pytest.approx(expected)

@@ -2,6 +2,7 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from coterie.cluster.exchange import (
     select_messages,
 )
 from coterie.errors import ExchangeError
-from coterie.exchange.base import Message
+from coterie.exchange.base import Message, Reply, ReplyForm
 from coterie.exchange.in_memory import InMemory
 from coterie.rng import Rng
 
@@ -180,3 +181,30 @@ def test_readers_that_cannot_be_are_refused_before_anything_is_sent():
         with pytest.raises(ExchangeError):
             one.pull(published(one.own.ids), peers)
     assert one.links.sent == 0
+
+
+@pytest.mark.parametrize("models", [1, 2])
+def test_an_answer_of_another_form_than_its_method_expects_is_refused_in_every_block(models):
+    """As in one process: two models for the one that is expected."""
+    blocks = two()
+
+    def ask(number: int) -> list[list[float]]:
+        one = blocks[number]
+        one.begin_round(Rng(0).at_round(0))
+        one.set_active(one.own.ids)
+        message = replace(published(one.own.ids), expects=ReplyForm(1))
+
+        def rule(shared, whole):
+            return shared, Reply.to_every_client(whole.params[3 : 3 + models], len(whole))
+
+        inbox = one.ask_server(message, rule, None)[1]
+        return inbox.table[inbox.index[:, 0]][:, 0].tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(ask, number) for number in range(2)]
+        if models == 1:
+            assert [one.result() for one in answers] == [[3.0] * 3, [3.0] * 2]
+            return
+        for one in answers:
+            with pytest.raises(ExchangeError, match=r"has 2 models .* expects 1"):
+                one.result()

@@ -7,6 +7,7 @@ import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -340,3 +341,21 @@ def test_the_machines_are_looked_at_before_the_first_run(cluster, monkeypatch):
 def test_what_no_run_can_have_is_refused_before_anybody_is_called(options, said):
     with pytest.raises(ConfigError, match=said), open_ray_runs("ray:auto", **options):
         pass
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "has", "room"),
+    [
+        (1, 0, {"CPU": 4.0}, 4),
+        (2, 0, {"CPU": 5.0}, 2),  # a half run is none
+        (8, 0, {"CPU": 4.0}, 1),  # Ray lets it wait
+        (1, 1, {"CPU": 9.0, "GPU": 3.0}, 3),
+        (1, 2, {"CPU": 9.0, "GPU": 3.0}, 1),
+        (1, 0.4, {"CPU": 9.0, "GPU": 2.0}, 4),  # two on each card, not 2 / 0.4 = 5
+        (1, 0.25, {"CPU": 3.0, "GPU": 1.0}, 3),  # the processors are fewer
+        (1, 1, {"CPU": 9.0}, 1),
+    ],
+)
+def test_no_more_runs_are_under_way_than_there_is_room_for(cpus, gpus, has, room):
+    pretended = SimpleNamespace(cluster_resources=lambda: has)
+    assert RayRuns(cpus=cpus, gpus=gpus)._count_room(pretended) == room

@@ -295,3 +295,10 @@ def test_the_exit_status_says_whether_there_is_more_to_do():
     assert status.exit_status([JobStatus(one, "done"), JobStatus(two, "done")]) == 0
     assert status.exit_status([JobStatus(one, "done"), JobStatus(two, "queued")]) == 3
     assert status.exit_status([JobStatus(one, "running"), JobStatus(two, "failed")]) == 1
+
+
+@pytest.mark.parametrize("room", [-1, 0, 1, 2, 3])
+def test_tasks_for_which_there_is_no_room_wait_and_none_is_lost(room):
+    now, waiting = slurm._split_waiting(["a", "b"], room)
+    assert now == ["a", "b"][: max(0, room)]
+    assert now + waiting == ["a", "b"]

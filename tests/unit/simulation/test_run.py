@@ -6,6 +6,7 @@ import json
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import coterie
@@ -171,3 +172,24 @@ def test_what_is_of_another_kind_is_refused_at_the_door(change, said):
 def test_a_seed_that_no_stream_has_is_refused(seed):
     with pytest.raises(ConfigError, match="expected a whole number, 0 or more and below"):
         simulate(tiny_federation(), Local(), model="linear", settings=tiny_settings(), seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [(0.5, "60.00 ± 10.00"), (float("nan"), "– ± –")],
+    ids=["its data leave it undefined", "it diverged"],
+)
+def test_a_printed_mean_leaves_out_what_data_leave_undefined_and_no_model_that_diverged(
+    run, loss, expected
+):
+    """Accuracies 0.5, 0.7 and none: 0.6 ± 0.1, unless the third model has no loss either."""
+    values = {"accuracy": [0.5, 0.7, float("nan")], "loss": [1.0, 2.0, loss]}
+    final = run.metrics.loc[run.metrics["split"] == "test"].iloc[:1]
+    rows = [
+        final.assign(client=client, metric=name, value=value)
+        for name, own in values.items()
+        for client, value in enumerate(own)
+    ]
+    table = pd.concat(rows, ignore_index=True)
+    facts = dataclasses.replace(run, metrics=table).facts()[1]
+    assert facts["test accuracy in %"] == f"{expected} (mean ± std over clients)"

@@ -16,6 +16,7 @@ from coterie.errors import ConfigError
 from coterie.exchange.base import Message
 from coterie.exchange.in_memory import InMemory
 from coterie.methods.dac import Dac
+from coterie.methods.local import Local
 from coterie.methods.panm import PanmGrad, PanmLoss
 from coterie.methods.random_gossip import Random
 from coterie.papers.dac import PublishedDac
@@ -459,3 +460,19 @@ def test_training_comes_first_where_it_is_asked_for(schedule):
             merged, "validation"
         )["loss"]
         assert float(loop.validation["loss"][last]) != pytest.approx(float(judged[0]))
+
+
+def test_clients_that_ask_nobody_act_together(monkeypatch):
+    """One look at who is read, and one wave: alone they would act in six."""
+    calls, exchange = [], Local.exchange
+
+    def count(self, rnd, state):
+        calls.append(len(rnd.ids))
+        return exchange(self, rnd, state)
+
+    monkeypatch.setattr(Local, "exchange", count)
+    simulate(
+        tiny_federation(), Local(), model="linear",
+        settings=tiny_settings(schedule="sequential_exchange", rounds=1, check=False), seed=0,
+    )  # fmt: skip
+    assert calls == [6, 6]

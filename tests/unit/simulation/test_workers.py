@@ -1,17 +1,28 @@
 """Jobs over processes: results do not depend on how many, and errors stop everybody."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 import warnings
+from multiprocessing.process import BaseProcess
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from coterie.errors import ConfigError
-from coterie.simulation.workers import WorkerDied, count_cores, default_workers, fan_out
+from coterie.simulation.workers import (
+    WorkerDied,
+    _receive_message,
+    _Worker,
+    count_cores,
+    default_workers,
+    fan_out,
+)
 
 
 def square(job, emit):
@@ -61,6 +72,44 @@ def test_runs_on_a_device_are_done_by_one_process_unless_somebody_says_otherwise
         1,
         1,
     )
+
+
+def make_worker() -> tuple[Any, Any]:
+    """Return a worker that does job 1, and its end of the connection; there is no process."""
+    ours, theirs = multiprocessing.Pipe()
+    process = mock.Mock(spec=BaseProcess, exitcode=-9)
+    return _Worker(process, ours, 1), theirs
+
+
+def receive(*messages, waiting=()):
+    """Receive messages of a worker; return the results, what was emitted, its next job, and what it was sent."""
+    worker, theirs = make_worker()
+    found, heard = [], []
+    for message in messages:
+        theirs.send(message)
+        found += _receive_message(worker, iter(waiting), heard.append)
+    return found, heard, worker.job, theirs.recv() if theirs.poll() else None
+
+
+def test_each_kind_of_message_of_a_worker_is_received():
+    """Progress is passed on and a warning given; only the answer ends the job, and the next is sent."""
+    with pytest.warns(UserWarning, match="too large") as said:
+        found = receive(("progress", "round 1"), ("warning", UserWarning("too large")), waiting=[2])
+    assert (found, len(said)) == (([], ["round 1"], 1, None), 1)
+    assert receive(("done", "answer"), waiting=[2, 3]) == ([(1, "answer")], [], 2, 2)
+    assert receive(("done", "answer")) == ([(1, "answer")], [], None, None)
+
+
+def test_an_error_of_a_worker_ends_its_job_and_its_silence_is_named():
+    worker, theirs = make_worker()
+    theirs.send(("failed", ConfigError("no such data")))
+    with pytest.raises(ConfigError, match="no such data"):
+        list(_receive_message(worker, iter([2]), print))
+    assert (worker.job, theirs.poll()) == (None, False)
+    worker.job = 1
+    theirs.close()
+    with pytest.raises(WorkerDied, match="the worker of 1 ended with status -9; resume goes on"):
+        list(_receive_message(worker, iter([2]), print))
 
 
 @pytest.mark.full
