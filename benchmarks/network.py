@@ -14,6 +14,7 @@
     python benchmarks/network.py fuzz         20,000 damaged messages to and from a running node
     python benchmarks/network.py members      a member attacks two honest nodes, attack by attack
     python benchmarks/network.py pace         one slow member of eight: what the others lose
+    python benchmarks/network.py idle         processor time of a node that waits for 999 others
     python benchmarks/network.py efficiency   compared with the same bytes over TCP with mutual TLS
     python benchmarks/network.py bytes        bytes that the cost model predicts, and bytes counted
 
@@ -34,6 +35,7 @@ import netlab
 import network_alarms
 import network_attack
 import network_churn
+import network_idle
 import network_links
 import network_members
 import network_pace
@@ -60,6 +62,7 @@ MEASUREMENTS = {
     "fuzz": network_attack.fuzz,
     "members": network_members.members,
     "pace": network_pace.pace,
+    "idle": network_idle.idle,
     "efficiency": network_links.efficiency,
     "bytes": network_links.predicted_bytes,
 }

@@ -72,6 +72,9 @@ def check_node(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
                 f"roster of {roster.run}, version {roster.version}: signed, {len(roster.members)} "
                 "members"
             )
+        for name, (days, due) in rosters.find_ends(roster, datetime.now(UTC)).items():
+            if due is not None and not any(name in problem for problem in problems):
+                report(f"the certificate of {name} ends in {days:.0f} days; it needs a new one")
         study, label, seed = file.select_run()
         plan = nodefile.make_run_spec(study)
         federation = nodefile.load_own_rows(

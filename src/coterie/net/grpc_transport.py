@@ -56,6 +56,8 @@ _MAX_FRAME = CHUNK + MAX_MANIFEST + SIGNATURE + 64
 _CALLS = 32  # that one member may have open at a node, of all kinds
 _LISTEN = 5.0  # seconds in which a question must have come
 _LEAVE = 5.0  # seconds for answers that are being sent when a node leaves
+_CONNECT = 5.0  # seconds for a connection to come up
+_FIRST_PAUSE = 0.5  # seconds before nobody is dialed again; later pauses are twice as long
 _IDLE = 60.0  # seconds after which a link that is not used is closed
 _PAUSE = 10.0  # seconds between two events of the same refusal: nobody fills the log from outside
 # how often a member's coming and going is logged, in how many seconds
@@ -141,6 +143,15 @@ class _Link:
 
 
 @dataclass
+class _Away:
+    """A member at whose address nobody listens: until when that is not tried again, and why."""
+
+    until: float
+    pause: float
+    missing: Missing
+
+
+@dataclass
 class _Refusals:
     """Refusals of one kind that are not logged yet."""
 
@@ -204,6 +215,7 @@ class GrpcTransport:
         self._known: set[str] = set()  # seen alive before, and not known to have left
         self._changes: dict[str, RateLimit] = {}
         self._links: dict[str, _Link] = {}
+        self._away: dict[str, _Away] = {}
         self._serving: dict[str, set[asyncio.Task[Any]]] = {}
         self._ended: set[asyncio.Task[Any]] = set()  # that serve members which a new roster removes
         self._asking: set[Future[Any]] = set()
@@ -299,6 +311,33 @@ class GrpcTransport:
             link.watch = asyncio.create_task(self._watch(link))
         return link
 
+    async def _find_link(self, peer: str, seconds: float) -> _Link | Missing:
+        """Return the link to a member; where there is none, dial it if anybody listens there.
+
+        A channel to nobody costs milliseconds of processor time and a connection that is refused
+        next to none: a node may wait for a thousand members.
+        """
+        member = self._members.get(peer)
+        if peer not in self._links and member is not None:
+            host, port = split_address(member.address)
+            try:
+                async with asyncio.timeout(seconds):
+                    found, _ = await self._loop.create_connection(asyncio.Protocol, host, port)
+                found.close()
+                self._away.pop(peer, None)
+            except (OSError, TimeoutError) as error:
+                before = self._away.get(peer)
+                pause = _FIRST_PAUSE if before is None else 2 * before.pause
+                pause = min(pause, self._longest_pause())
+                missing = Missing("unreachable", None, escape_text(error))
+                self._away[peer] = _Away(time.monotonic() + pause, pause, missing)
+                return missing
+        return self._link_to(peer) or Missing("removed")
+
+    def _longest_pause(self) -> float:
+        """Return the most seconds between two dials: members that are away cost little in all."""
+        return max(5.0, 0.1 * len(self._members))  # some ten dials a second
+
     def _dial(self, member: Member) -> grpc.aio.Channel:
         host, port = split_address(member.address)
         target = f"ipv6:[{host}]:{port}" if ":" in host else f"dns:///{host}:{port}"
@@ -312,8 +351,7 @@ class GrpcTransport:
             ("grpc.initial_reconnect_backoff_ms", 500),
             # The least time between two dials is also the time for which one is tried.
             ("grpc.min_reconnect_backoff_ms", 5000),
-            # Members that are away cost little, however many: some ten dials a second in all.
-            ("grpc.max_reconnect_backoff_ms", max(5000, 100 * len(self._members))),
+            ("grpc.max_reconnect_backoff_ms", int(1000 * self._longest_pause())),
         ]
         if (own := self._identity) is None:
             return grpc.aio.insecure_channel(target, options)
@@ -373,6 +411,7 @@ class GrpcTransport:
 
     def _note_contact(self, peer: str) -> None:
         """Note that a member has asked something: it can be dialed now, if it could not before."""
+        self._away.pop(peer, None)
         link = self._links.get(peer)
         if link is not None and not link.calls and link.channel.get_state() is _FAILED:
             self._start_task(self._redial(peer))
@@ -416,6 +455,7 @@ class GrpcTransport:
     async def _use_roster(self, roster: Roster) -> None:
         before = self._members
         self._take_roster(roster)
+        self._away.clear()  # addresses may have changed
         for peer, link in list(self._links.items()):
             if self._members.get(peer) != link.member:
                 await self._redial(peer)
@@ -509,7 +549,9 @@ class GrpcTransport:
         patience: float | None = None,
     ) -> Missing | None:
         """Ask a member, and give the parts of its answer to `take`; return why there is none."""
-        known = self._links.get(peer)
+        known, away = self._links.get(peer), self._away.get(peer)
+        if known is None and away is not None and time.monotonic() < away.until:
+            return away.missing
         if known is not None and known.missing is not None:
             # The library dials it again; hundreds of such members must cost next to nothing.
             known.used = time.monotonic()
@@ -538,9 +580,11 @@ class GrpcTransport:
         take: Callable[[bytes], None],
         patience: float | None,
     ) -> Missing | None:
-        link = self._link_to(peer)
-        if link is None:
-            return Missing("removed")
+        # An address that swallows packets must not cost a round.
+        wait = min(_CONNECT, deadline, deadline if patience is None else patience)
+        link = await self._find_link(peer, max(0.001, wait))
+        if isinstance(link, Missing):
+            return link
         link.calls += 1
         call = link.channel.unary_stream(f"/{SERVICE}/{method}")(
             self._encode(question), timeout=max(0.001, deadline), metadata=self._metadata

@@ -458,14 +458,7 @@ class Node:
                 break
             if time.monotonic() - logged_at > _SAY_AGAIN:
                 logged_at = time.monotonic()
-                absent = sorted(set(names) - set(present))
-                self.log(
-                    "waiting",
-                    level="warning",
-                    text=f"{len(present)} of {least} other members are here (min_peers); nothing is "
-                    "trained until then",
-                    absent=absent[:20],
-                )
+                self._log_quorum(len(present), least, set(names) - set(present))
             self.is_waiting = True
             self.update_roster()
             self._stop.wait(self._pause_for(len(names) - len(present)))
@@ -474,6 +467,10 @@ class Node:
             self.log("waited", seconds=round(time.monotonic() - began, 1))
             if self.loop.next_round >= 0:
                 self._catch_up()
+
+    def _log_quorum(self, present: int, least: int, absent: Iterable[str]) -> None:
+        text = f"{present} of {least} other members are here (min_peers); nothing is trained until "
+        self.log("waiting", level="warning", text=text + "then", absent=sorted(absent)[:20])
 
     def _note_met(self, met: Mapping[str, Head]) -> None:
         """Note the members that were met, by their signed heads."""
@@ -896,16 +893,19 @@ class Node:
         """Wait until the members that newcomers ask are done; return the heads of all that answer.
 
         A run that goes on is waited for, however long it takes; members that do not answer for
-        `Patience.start` seconds.
+        `Patience.start` seconds. Fewer peers than `Patience.min_peers` are no end of a run.
 
         Raises:
-            TransportError: when the members that newcomers ask do not answer.
+            TransportError: when the members that newcomers ask do not answer, and none of them has
+                to be there.
             PeerMismatch: when this node's study or model differs from the roster's.
         """
         self._start_answering()
-        names = [self.roster.server] if self.plan.method.server else self.other_members
+        names, least = self.other_members, min(self.patience.min_peers, len(self.other_members))
+        if self.plan.method.server:
+            names, least = [self.roster.server], 0
         self._check_alone()
-        seen, until = {}, time.monotonic() + self.patience.start
+        seen, until, logged_at = {}, time.monotonic() + self.patience.start, -math.inf
         while True:
             self.update_roster()
             met = self.ask_heads(names)
@@ -919,9 +919,14 @@ class Node:
                 )
             # Where nobody answers, this is true as well; then the time limit below decides.
             ended = all(state == "done" for state, _ in found.values())
-            if ended and (len(met) == len(names) or time.monotonic() > until):
+            over = time.monotonic() > until
+            self.is_waiting = over and ended and len(met) < least
+            if ended and (len(met) == len(names) or (over and not self.is_waiting)):
                 break
-            if self._stop.wait(self.patience.poll):
+            if self.is_waiting and time.monotonic() - logged_at > _SAY_AGAIN:
+                logged_at = time.monotonic()
+                self._log_quorum(len(met), least, set(names) - set(met))
+            if self._stop.wait(self._pause_for(len(names) - len(met))):
                 return met
         odd = heads.check_study(self.roster, self.settings, self.schema, met, self.transport.name)
         if not set(met) - set(odd):

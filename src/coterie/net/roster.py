@@ -356,6 +356,9 @@ def check_file(
         roster = load(path, organizer)
     except (PeerMismatch, TransportError) as error:
         return [str(error)]
+    ends = find_ends(roster, now).items()
+    # A certificate that was made for so short a time is none that somebody forgot.
+    ending = {name: days for name, (days, due) in ends if due is not None and due <= _GRAVE_DAYS}
     found = []
     for member in roster.members:
         if not member.key or not member.certificate:
@@ -374,6 +377,11 @@ def check_file(
                 f"the certificate of {member.name} ends on {end:%Y-%m-%d %H:%M} UTC, in less than "
                 "two days"
             )
+        elif member.name in ending:
+            found.append(
+                f"the certificate of {member.name} ends on {end:%Y-%m-%d %H:%M} UTC, in "
+                f"{ending[member.name]:.0f} days; sign a new request"
+            )
     if not roster.study or not roster.schema:
         found.append(
             "the roster names no study: write it again with `coterie net roster --study STUDY.toml`"
@@ -385,6 +393,7 @@ def check_file(
 
 NOTICE_DAYS = (30, 14, 7, 1)
 """Days before the end of a certificate at which nodes log it."""
+_GRAVE_DAYS = 7
 
 
 def find_ends(roster: Roster, now: datetime) -> dict[str, tuple[float, int | None]]:

@@ -67,6 +67,14 @@ def test_a_certificate_that_is_over_ends_the_examination_with_both_dates(tmp_pat
     assert only.endswith("ask the organizer for a new one, or check the clock")
 
 
+def test_a_certificate_that_ends_within_30_days_is_told(tmp_path, port, monkeypatch):
+    ends = {"node-00": (25.0, None), "node-01": (20.4, 30)}
+    monkeypatch.setattr(doctor.rosters, "find_ends", lambda roster, now: ends)
+    sentences = told(laid_out(tmp_path, port))
+    assert sentences["the certificate of node-01 ends in 20 days; it needs a new one"]
+    assert not any("node-00 ends" in sentence for sentence in sentences)
+
+
 def test_a_study_that_is_not_the_rosters_and_an_address_in_use_are_found(tmp_path, port):
     file = laid_out(tmp_path, port)
     study = tmp_path / "study.toml"

@@ -1,6 +1,7 @@
 """The transport over gRPC: who is dialed, who counts as there, what is refused at the door, and bounds."""
 
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -284,3 +285,32 @@ def test_a_node_that_asks_its_own_name_is_no_peer_of_its_own(plain):
     assert a.ask_head("n0", "1", 2.0) == b"here"
     until(lambda: a._links["n0"].channel.get_state() is grpc.ChannelConnectivity.READY)
     assert "n0" not in a.alive_members()
+
+
+def test_an_address_at_which_nobody_listens_costs_no_channel_and_few_dials(
+    tmp_path, port, monkeypatch
+):
+    """It is dialed again after 0.5, 1, 2, ... s, however often it is asked, and at once when it asks itself."""
+    who, _ = local.make_members([[0], [1]], port=port)
+    who, people = local.create_credentials(tmp_path, who)
+    with GrpcTransport(who, "n0", people[0]) as first:
+        dials, connect = [], first._loop.create_connection
+
+        async def counted(*arguments, **options):
+            dials.append(arguments)
+            return await connect(*arguments, **options)
+
+        monkeypatch.setattr(first._loop, "create_connection", counted)
+        began = time.monotonic()
+        while time.monotonic() - began < 1.2:
+            found = first.ask_head("n1", "1", 1.0)
+            assert isinstance(found, Missing)
+            assert found.reason == "unreachable"
+            threading.Event().wait(0.02)
+        assert len(dials) == 2
+        assert first._links == {}
+        with GrpcTransport(who, "n1", people[1]) as second:
+            second.serve_head(lambda nonce: b"here")
+            first.serve_head(lambda nonce: b"there")
+            assert second.ask_head("n0", "1", 5.0) == b"there"
+            assert first.ask_head("n1", "1", 5.0) == b"here", "who asks can be dialed at once"

@@ -61,7 +61,12 @@ class Network:
         self.logs: dict[int, io.StringIO] = {}
 
     def node(
-        self, number: int, plan: RunSpec | None = None, start: float = 20.0, federation=FEDERATION
+        self,
+        number: int,
+        plan: RunSpec | None = None,
+        start: float = 20.0,
+        federation=FEDERATION,
+        min_peers: int = 1,
     ) -> Node:
         """Start (or restart) a node."""
         name = f"n{number}"
@@ -74,7 +79,7 @@ class Network:
             local.make_signer(self.keys[number]),
             self.folder / name,
             terms=Terms(deadline=20.0),
-            patience=Patience(start=start, linger=20.0, ask=2.0, poll=0.02),
+            patience=Patience(start, min_peers, linger=20.0, ask=2.0, poll=0.02),
             log=Log(name, stream=self.logs[number]),
         )
         return self.nodes[number]
@@ -723,7 +728,31 @@ def test_a_newcomer_that_nobody_answers_says_what_to_do(late_networks):
     with pytest.raises(
         TransportError, match="n0, n1, n2, n3, n5 did not answer for 0 s; a finished member answers"
     ):
-        network.node(4, start=0.0).run()
+        network.node(4, start=0.0, min_peers=0).run()
+
+
+def test_a_newcomer_waits_for_a_quorum_and_says_so(late_networks):
+    """Two finished members have to answer it, and none does: it trains nothing and names who is away."""
+    network = late_networks("random")
+    node = network.node(4, start=0.0, min_peers=2)
+    told = []
+    node.log.also = lambda event, level, details: told.append((event, level, details))
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(node.run)
+        for _ in range(100):
+            if node.is_waiting:
+                break
+            threading.Event().wait(0.05)
+        threading.Event().wait(0.1)
+        node.stop()
+        run.result(10)
+    warnings = [
+        details for event, level, details in told if (event, level) == ("waiting", "warning")
+    ]
+    assert len(warnings) == 1
+    assert "0 of 2 other members are here (min_peers)" in warnings[0]["text"]
+    assert warnings[0]["absent"] == ["n0", "n1", "n2", "n3", "n5"]
+    assert node.loop.next_round == -1
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,14 @@ def test_problems_of_a_member_are_named(made, tmp_path):
         "less than two days" in text for text in roster.check_file(*files(folder), now=later)
     ] == [True] * 3
     assert "ended on" in roster.check_file(*files(folder), now=later + timedelta(days=2))[0]
+    issued = datetime.now(UTC).isoformat(timespec="seconds")
+    roster.write_signed(
+        tmp_path / "i.toml", replace(signed, issued=issued), folder / "organizer.key"
+    )
+    sooner = datetime.fromisoformat(signed.members[0].expires) - timedelta(days=6)
+    found = roster.check_file(tmp_path / "i.toml", folder / "organizer.pub", now=sooner)
+    assert len(found) == 3
+    assert "in 6 days; sign a new request" in found[0]
     roster.write_signed(tmp_path / "r.toml", replace(signed, study=""), folder / "organizer.key")
     assert "names no study" in roster.check_file(tmp_path / "r.toml", folder / "organizer.pub")[0]
 
