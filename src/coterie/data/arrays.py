@@ -17,6 +17,7 @@ from coterie.data.items import (
     is_dataset,
     is_dataset_dict,
     list_partitions,
+    open_files,
     read_datasets,
     split_dataset_dict,
 )
@@ -344,6 +345,7 @@ def from_dataset(
     inputs: str | Sequence[str] | None = None,
     target: str | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    in_memory: bool = True,
     test: Any = None,
     clusters: Sequence[int] | Mapping[Any, int] | None = None,
     classes: int | None = None,
@@ -358,6 +360,7 @@ def from_dataset(
         dataset: map-style or iterable, of pairs (input, target), or of tables such as those of
             Hugging Face. An input is an array, a picture of Pillow, or a tuple or table of several.
             A table of splits, such as a `DatasetDict`, is its "train", with its "test" as test set.
+            The path of an Arrow or parquet file, or of a folder of them, is a dataset of its rows.
         clients: the client id of each sample, or the key of an item that says it.
         num_clients: instead of `clients`: divide the samples among this many clients.
         transform: applied to each input while it is read, as to make pictures one size.
@@ -369,6 +372,9 @@ def from_dataset(
         collate: makes one table of tensors of a list of items, such as a data collator of
             transformers that pads them to one length. It gets all items, with those of the test
             set, at once.
+        in_memory: whether inputs are kept. If not, only targets are, and items are read again when
+            they are needed, a batch at a time: for data that the memory does not hold. The dataset
+            is map-style, an input is one array, and an item is the same each time.
         test: the test set of all clients, as (x, y) or a dataset; or each client's own, as (x, y,
             clients), (dataset, clients), or a dataset where `clients` is a key.
         clusters: the known cluster of each client; see `from_arrays`, as for all that follows.
@@ -388,14 +394,15 @@ def from_dataset(
     known = dataset
     test = held if test is None else test
     if collate is not None:
+        _require_in_memory(in_memory)
         dataset, test = _collate(collate, dataset, test, key)
-    x, y, owners, _ = read_datasets({"the dataset": dataset}, form, split.seed)
+    x, y, owners, _ = read_datasets({"the dataset": dataset}, form, split.seed, in_memory)
     return from_arrays(
         x,
         y,
         clients=clients if key is None else owners,
         num_clients=num_clients,
-        test=_read_test(test, form, split.seed),
+        test=_read_test(test, form, split.seed, in_memory),
         clusters=clusters,
         classes=classes,
         class_names=class_names or find_class_names([known], target),
@@ -412,6 +419,7 @@ def from_datasets(
     inputs: str | Sequence[str] | None = None,
     target: str | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    in_memory: bool = True,
     test: Any = None,
     clusters: Sequence[int] | Mapping[Any, int] | None = None,
     classes: int | None = None,
@@ -430,6 +438,7 @@ def from_datasets(
         inputs: the key of the input, or the keys of several; see `from_dataset`.
         target: the key of the target; see `from_dataset`.
         collate: see `from_dataset`.
+        in_memory: see `from_dataset`.
         test: each client's own test set, as a list or table of datasets like `datasets`; or the
             test set of all clients, as (x, y) or one dataset; or (x, y, clients).
         clusters: the known cluster of each client; see `from_arrays`, as for all that follows.
@@ -452,8 +461,9 @@ def from_datasets(
     by_client = _list_by_client(list_partitions(datasets))
     known = by_client.values()
     if collate is not None:
+        _require_in_memory(in_memory)
         by_client, test = _collate_clients(collate, by_client, test)
-    x, y, owners = _read_clients(by_client, "dataset", form, split.seed)
+    x, y, owners = _read_clients(by_client, "dataset", form, split.seed, in_memory)
     partitions = hasattr(test, "load_partition")
     # A list is a test set for each client, one dataset that of all.
     if isinstance(test, list | Mapping) or partitions:
@@ -465,9 +475,9 @@ def from_datasets(
                 f"client {missing[0]!r} has only one of training and test data; expected a test "
                 f"set for each of the {len(by_client)} clients, and no other"
             )
-        held: Any = _read_clients(own, "test set", form, split.seed)
+        held: Any = _read_clients(own, "test set", form, split.seed, in_memory)
     else:
-        held = _read_test(test, form, split.seed)
+        held = _read_test(test, form, split.seed, in_memory)
     return from_arrays(
         x,
         y,
@@ -480,6 +490,11 @@ def from_datasets(
         normalize=normalize,
         name=name,
     )
+
+
+def _require_in_memory(in_memory: bool) -> None:
+    if not in_memory:
+        raise ConfigError("collate takes all items at once; in_memory=False: leave one of them out")
 
 
 def _collate(
@@ -550,36 +565,37 @@ def _list_by_client(datasets: Any) -> Mapping[Any, Any]:
 
 
 def _read_clients(
-    by_client: Mapping[Any, Any], what: str, form: ItemForm, seed: int
+    by_client: Mapping[Any, Any], what: str, form: ItemForm, seed: int, in_memory: bool
 ) -> tuple[Any, Any, list[Any]]:
     """Read each client's dataset; return inputs, targets, and the client of each sample."""
     named = {f"{what} {client}": dataset for client, dataset in by_client.items()}
-    x, y, _, sizes = read_datasets(named, form, seed)
+    x, y, _, sizes = read_datasets(named, form, seed, in_memory)
     owners: list[Any] = []
     for client, size in zip(by_client, sizes, strict=True):
         owners += [client] * size
     return x, y, owners
 
 
-def _read_test(test: Any, form: ItemForm, seed: int) -> tuple[Any, ...] | None:
+def _read_test(test: Any, form: ItemForm, seed: int, in_memory: bool) -> tuple[Any, ...] | None:
     """Return a test set as `from_arrays` takes it, from one or from a dataset.
 
     Raises:
         ConfigError: when it is neither.
     """
     owners: Any = None
-    if isinstance(test, tuple) and len(test) == 2 and is_dataset(test[0]):
+    if isinstance(test, tuple) and len(test) == 2 and is_dataset(open_files(test[0])):
         test, owners = test
         if isinstance(owners, str):
             form, owners = replace(form, client=owners), None
     if test is None or isinstance(test, tuple):
         return test
+    test = open_files(test)
     # A list holds the items of one dataset.
     if not is_dataset(test) and not isinstance(test, list):
         raise ConfigError(
             f"test is a {type(test).__name__}; expected (x, y), (x, y, clients), a dataset, or "
             "(dataset, clients)"
         )
-    x, y, found, _ = read_datasets({"the test set": test}, form, seed)
+    x, y, found, _ = read_datasets({"the test set": test}, form, seed, in_memory)
     owners = found or owners
     return (x, y) if owners is None else (x, y, owners)

@@ -6,13 +6,15 @@ An item is a pair (input, target), or a table such as {"image": ..., "label": ..
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset
 
+from coterie.data.arrow_items import ArrowItems
 from coterie.data.folders import as_pixels
 from coterie.errors import ConfigError, DataError, describe_unknown
 from coterie.rng import Rng
@@ -112,7 +114,8 @@ class _Items:
     """What was read of one dataset.
 
     Args:
-        inputs: by part; the key is None where an input is one tensor.
+        inputs: by part; the key is None where an input is one tensor. Of a dataset that stays on
+            disk the first item's alone.
         targets: of the items.
         owners: their clients, where items name them.
     """
@@ -120,6 +123,57 @@ class _Items:
     inputs: dict[Any, list[Tensor]] = field(default_factory=dict)
     targets: list[Any] = field(default_factory=list)
     owners: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetRows:
+    """The inputs of a map-style dataset as an array whose rows are read when they are needed.
+
+    Args:
+        dataset: whose items are the same each time.
+        form: what its items are.
+        what: the dataset, in words.
+        shape: of the array.
+        dtype: of the array.
+    """
+
+    dataset: Any
+    form: ItemForm
+    what: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return self.read_rows(np.arange(*rows.indices(len(self))))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[:], dtype)
+
+    def read_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Read rows by their numbers, all at once where the dataset can.
+
+        Raises:
+            DataError: when an input has another shape or type than the first one.
+        """
+        places = rows.tolist()
+        if hasattr(self.dataset, "__getitems__"):
+            items = self.dataset.__getitems__(places)
+        else:
+            items = [self.dataset[place] for place in places]
+        out = np.empty((len(places), *self.shape[1:]), self.dtype)
+        for number, (place, item) in enumerate(zip(places, items, strict=True)):
+            parts, _, _ = _convert_item(item, f"item {place}", self.what, self.form)
+            found = parts[None].numpy()
+            if found.shape != self.shape[1:] or found.dtype != self.dtype:
+                raise DataError(
+                    f"{self.what}: the input of item {place} is {found.dtype} of shape "
+                    f"{found.shape}; expected {self.dtype} of shape {self.shape[1:]}"
+                )
+            out[number] = found
+        return out
 
 
 def is_dataset(value: Any) -> bool:
@@ -198,7 +252,7 @@ def find_class_names(datasets: Iterable[Any], target: str | None) -> tuple[str, 
 
 
 def read_datasets(
-    datasets: Mapping[str, Any], form: ItemForm, seed: int = 0
+    datasets: Mapping[str, Any], form: ItemForm, seed: int = 0, in_memory: bool = True
 ) -> tuple[Any, Any, list[Any], list[int]]:
     """Read datasets, each item once and in order, and join them.
 
@@ -206,23 +260,32 @@ def read_datasets(
         datasets: by the words that messages call them.
         form: what their items are.
         seed: of PyTorch's own generator while they are read, for items that draw from it.
+        in_memory: whether inputs are kept; else they are read again when they are needed.
 
     Returns:
         Inputs and targets as `from_arrays` takes them, the client of each sample where items name
         it, and the number of samples of each dataset.
 
     Raises:
-        DataError: when items cannot be used, or differ in shape.
+        DataError: when items cannot be used, or differ in shape, or change although they are not
+            kept.
     """
+    datasets = {what: open_files(dataset) for what, dataset in datasets.items()}
     read: list[_Items] = []
     changing: list[str] = []
     for number, (what, dataset) in enumerate(datasets.items()):
         # A seed for each dataset: what one draws does not depend on the length of the others.
         with Rng(seed).temporary_torch_seed("data.read", number):
-            read.append(_read_items(dataset, what, form))
+            read.append(_read_items(dataset, what, form, in_memory))
             difference = _find_changing_item(dataset, what, form, read[-1])
         if difference:
             changing.append(difference)
+    if changing and not in_memory:
+        raise DataError(
+            f"{changing[0]}; with in_memory=False items are read again in each round: leave the "
+            "random transform out of the dataset, and draw it in each step with "
+            "LocalTraining(augment='module:function')"
+        )
     if changing:
         more = f" (and {len(changing) - 1} further datasets)" if len(changing) > 1 else ""
         warnings.warn(
@@ -235,7 +298,18 @@ def read_datasets(
     for one in read:
         owners += one.owners
     x, y = _join_items(read)
+    if not in_memory:
+        first = read[0].inputs[None][0].numpy()
+        sources = [*datasets.values()]
+        joined = sources[0] if len(sources) == 1 else ConcatDataset(sources)
+        what = next(iter(datasets)) if len(sources) == 1 else "the datasets"
+        x = DatasetRows(joined, form, what, (len(y), *first.shape), first.dtype)
     return x, y, owners, [len(one.targets) for one in read]
+
+
+def open_files(dataset: Any) -> Any:
+    """Return the items of files where a dataset is given as their path; others as they are."""
+    return ArrowItems(dataset) if isinstance(dataset, str | Path) else dataset
 
 
 def collate_items(
@@ -293,7 +367,12 @@ def collate_items(
     return out
 
 
-def _read_items(dataset: Any, what: str, form: ItemForm) -> _Items:
+def _read_items(dataset: Any, what: str, form: ItemForm, in_memory: bool) -> _Items:
+    if not in_memory and not _is_map_style(dataset):
+        raise DataError(
+            f"{what} is a {type(dataset).__name__}; with in_memory=False items are read in any "
+            "order: expected a dataset with __len__ and __getitem__"
+        )
     if isinstance(dataset, DataLoader):
         raise DataError(
             f"{what} is a DataLoader, which makes batches; give the dataset itself: its .dataset"
@@ -305,8 +384,19 @@ def _read_items(dataset: Any, what: str, form: ItemForm) -> _Items:
             raise DataError(
                 f"{what}: the input of item {place} has other parts than the first; make them equal"
             )
+        if not in_memory and list(parts) != [None]:
+            raise DataError(
+                f"{what} has inputs of several parts, which in_memory=False cannot read"
+            )
         for key, tensor in parts.items():
-            out.inputs.setdefault(key, []).append(tensor)
+            known = out.inputs.setdefault(key, [tensor])
+            if in_memory and place:
+                known.append(tensor)
+            elif (tensor.shape, tensor.dtype) != (known[0].shape, known[0].dtype):
+                _require_one_shape([known[0], tensor], f"{what} has inputs", "input")
+                raise DataError(
+                    f"{what} has inputs of {known[0].dtype} and {tensor.dtype}; make them equal"
+                )
         out.targets.append(target)
         if form.client is not None:
             # Equal tensors are different keys of a table, equal numbers are one.
@@ -350,8 +440,11 @@ def _find_changing_item(dataset: Any, what: str, form: ItemForm, read: _Items) -
     # Evenly over the dataset, so that a transform of some classes only is noticed too.
     for place in np.unique(np.linspace(0, size - 1, min(size, _READ_TWICE)).astype(int)).tolist():
         parts, target, _ = _convert_item(dataset[place], f"item {place}", what, form)
+        again = {key: values[place] for key, values in read.inputs.items() if len(values) == size}
+        if not again:
+            again, _, _ = _convert_item(dataset[place], f"item {place}", what, form)
         for key, tensor in parts.items():
-            if not _is_equal(tensor, read.inputs[key][place]):
+            if not _is_equal(tensor, again[key]):
                 return f"{what}: the input of item {place} differs when it is read again"
         if not _is_equal(target, read.targets[place]):
             return f"{what}: the target of item {place} differs when it is read again"
@@ -383,6 +476,9 @@ def _is_map_style(dataset: Any) -> bool:
 
 def _iterate_items(dataset: Any, what: str) -> Iterator[Any]:
     """Iterate over the items of a map-style or an iterable dataset."""
+    if isinstance(dataset, ArrowItems):  # reads many rows at once
+        yield from dataset
+        return
     if _is_map_style(dataset):
         # By index: plain iteration of such a dataset ends only if it raises IndexError.
         size = len(dataset)

@@ -122,6 +122,8 @@ class StoredRows:
         if isinstance(self.array, np.ndarray):
             # Rows that are chosen one by one are copied already.
             return self.convert(_to_rows(self.array[rows], copy=None))
+        if hasattr(self.array, "read_rows"):
+            return self.convert(_to_rows(self.array.read_rows(rows), copy=None))
         # Other arrays are read by ranges: those of a chunk at once, or rows that follow each other.
         chunk = (getattr(self.array, "chunks", None) or (1,))[0]
         groups = rows // chunk if chunk > 1 else rows - np.arange(len(rows))
