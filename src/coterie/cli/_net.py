@@ -238,6 +238,31 @@ def move_member(
     )
 
 
+@net.command("rehearse")
+def rehearse_links(
+    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="The node file.")],
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait for the other members.", min=1)
+    ] = 300.0,
+    insecure: Insecure = False,
+) -> None:
+    """Try the links to and from the other members, who run this at the same time.
+
+    Opens this node's port, answers as a counterpart, asks every member how it is and
+    for a megabyte, and says what gets through in each direction and why not. Ends
+    when everything has; trains nothing. The exit status is 1 when something did not.
+
+    [bold]Example[/bold]
+
+      coterie net rehearse node.toml
+    """
+    _check_packages()
+    from coterie.net import nodefile, rehearsal
+
+    if not rehearsal.rehearse(nodefile.load(file), _report_check, seconds=wait, insecure=insecure):
+        raise typer.Exit(1)
+
+
 @net.command("roster")
 def write_roster(
     folder: Annotated[
@@ -610,11 +635,13 @@ def run_doctor(
     from coterie.net import doctor as examiner
     from coterie.net import nodefile
 
-    def report_check(text: str, good: bool) -> None:
-        typer.echo(f"{'ok   ' if good else 'WRONG'}  {text}")
-
-    if not examiner.check_node(nodefile.load(file), report_check, insecure=insecure):
+    if not examiner.check_node(nodefile.load(file), _report_check, insecure=insecure):
         raise typer.Exit(1)
+
+
+def _report_check(text: str, good: bool) -> None:
+    """Print the result of a check."""
+    typer.echo(f"{'ok   ' if good else 'WRONG'}  {text}")
 
 
 def _check_model(model: str, data: str) -> None:

@@ -4,32 +4,56 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from coterie.data.federation import Federation
+from coterie.data.schema import TableSchema
 from coterie.engine import device as devices
 from coterie.errors import CoterieError
 from coterie.net import head as heads
 from coterie.net import identity as identities
 from coterie.net import nodefile
 from coterie.net import roster as rosters
+from coterie.net.head import Head
 from coterie.net.identity import Identity
 from coterie.net.log import Log
-from coterie.net.node import Node
+from coterie.net.node import Node, RunSpec
 from coterie.net.nodefile import NodeFile
+from coterie.net.payload import escape_text
 from coterie.net.post import Post
 from coterie.net.roster import Roster
 from coterie.net.transport import Delivery
 from coterie.rng import Rng
 
 _LOOK = 5.0  # seconds for links to come up
+_CONNECT = 3.0  # seconds for a connection, to say why a member does not answer
+# The search for what a roster was written for: its seconds, and numbers of columns below this.
+_SEARCH, _NEAR = 5.0, 1025
 _SKEW = 30.0  # seconds of clock skew that matter: certificates have five minutes to spare
 Say = Callable[[str, bool], None]
+
+
+@dataclass(frozen=True)
+class Patient:
+    """What is known of a node whose own files are in order.
+
+    Args:
+        file: node.toml.
+        own: its identity.
+        roster: its roster.
+        plan: the part of the run that is equal on all nodes.
+        federation: its own data.
+    """
+
+    file: NodeFile
+    own: Identity
+    roster: Roster
+    plan: RunSpec
+    federation: Federation
 
 
 def check_node(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
@@ -50,6 +74,30 @@ def check_node(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
         fine &= good
         say(text, good)
 
+    patient = check_files(file, report)
+    if patient is None:
+        return False
+    plan = patient.plan
+    try:
+        devices.check_device(plan.settings.device)
+    except CoterieError as error:
+        report(str(error), False)
+        return False
+    report(f"trains on {plan.settings.device}; {devices.describe_devices()}")
+    if check_port(patient, report):
+        with open_visitor(patient, insecure=insecure) as node:
+            for sentence, good in _check_others(node):
+                report(sentence, good)
+    return fine
+
+
+def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
+    """Check identity, roster, study and data; None where the rest cannot be checked.
+
+    Args:
+        file: node.toml.
+        report: called with each result: a sentence, and whether the check passed.
+    """
     try:
         own = Identity.load(
             file.resolve_path(file.key),
@@ -86,27 +134,21 @@ def check_node(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
         report(f"data: {samples['train']} training and {samples['validation']} validation samples")
     except CoterieError as error:
         report(str(error), False)
-        return False
+        return None
     agreed = plan.common_settings(roster.population)
     same = roster.study in ("", heads.study_hash(agreed))
     text = "is" if same else "is not"
     report(f"study: {label} with seed {seed} {text} what the roster says", same)
-    try:
-        devices.check_device(plan.settings.device)
-    except CoterieError as error:
-        report(str(error), False)
-        return False
-    report(f"trains on {plan.settings.device}; {devices.describe_devices()}")
-    address = file.listen or roster.member(own.name).address
+    return Patient(file, own, roster, plan, federation)
+
+
+def check_port(patient: Patient, report: Callable[..., None]) -> bool:
+    """Check that this node can listen at its address."""
+    address = patient.file.listen or patient.roster.member(patient.own.name).address
     free = _is_free(address)
-    if not free:
-        report(f"{address} is taken: the node runs already, or another program", False)
-    else:
-        report(f"{address} is free")
-        with _open_visitor(file, roster, own, plan, federation, insecure) as node:
-            for sentence, good in _check_others(node):
-                report(sentence, good)
-    return fine
+    text = "is free" if free else "is taken: the node runs already, or another program"
+    report(f"{address} {text}", free)
+    return free
 
 
 def _is_free(address: str) -> bool:
@@ -123,12 +165,16 @@ def _is_free(address: str) -> bool:
 
 
 @contextmanager
-def _open_visitor(
-    file: NodeFile, roster: Roster, own: Identity, plan: Any, federation: Federation, insecure: bool
-) -> Iterator[Node]:
-    """A node that asks the others without taking part."""
+def open_visitor(patient: Patient, *, insecure: bool = False) -> Iterator[Node]:
+    """Open a node that asks the others without taking part.
+
+    Args:
+        patient: whose node it is.
+        insecure: without TLS, on loopback only.
+    """
     from coterie.net.grpc_transport import GrpcTransport
 
+    file, own, roster = patient.file, patient.own, patient.roster
     log = Log(own.name, level="error")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -139,8 +185,9 @@ def _open_visitor(
         # A visitor measures only, so it need not wait as long as a round does.
         terms = replace(file.network.terms, deadline=10.0)
         node = Node(
-            plan, federation, roster, transport, own.sign, Path(folder), terms=terms, log=log
-        )
+            patient.plan, patient.federation, roster, transport, own.sign, Path(folder),
+            terms=terms, log=log,
+        )  # fmt: skip
         try:
             yield node
         finally:
@@ -148,16 +195,13 @@ def _open_visitor(
 
 
 def _check_others(node: Node) -> Iterator[tuple[str, bool]]:
-    """Results for each other member, and for a round."""
+    """Results for each other member, for the model, and for a round."""
     roster, rates = node.roster, []
     heads_found = node.look_around(_LOOK)
     for name in node.other_members:
-        member = roster.member(name)
+        at = f"{name} at {roster.member(name).address}"
         if name not in heads_found:
-            hint = "nothing listens there"
-            if _is_reachable(member.address):
-                hint = "its port is open, but it does not answer as this member"
-            yield f"{name} at {member.address}: no answer ({hint})", False
+            yield f"{at}: no answer ({explain_silence(roster.member(name).address)})", False
             continue
         before = time.time()
         # A new head, since that of `look_around` may be seconds old, which would count as skew.
@@ -165,30 +209,138 @@ def _check_others(node: Node) -> Iterator[tuple[str, bool]]:
         # The other clock was read between the question and the answer: the middle is the best
         # guess.
         skew = head.time - (before + time.time()) / 2
-        rate = _measure_rate(node.post, name)
+        rate = measure_rate(node.post, name)
         rates += [rate] if rate else []
-        speed = f"{rate / 1e6:.1f} MB/s" if rate else "rate unknown"
-        different = head.study != heads.study_hash(node.settings) or head.schema != node.schema
-        text = f"{name} at {member.address}: {head.state} in round {head.round}, "
-        text += f"clock {skew:+.1f} s, {speed}"
-        if different:
-            difference = heads.describe_difference(node.settings, head.settings)
-            text += f"; it runs something else: {difference}"
-        if head.roster != roster.version:
-            text += f"; it has version {head.roster} of the roster, this node has {roster.version}"
-        yield text, not different and head.roster == roster.version and abs(skew) < _SKEW
+        text, good = describe_head(node, head, skew, rate)
+        yield f"{at}: {text}", good
+    text, good = compare_models(node, heads_found)
+    if text:
+        yield text, good
     yield _estimate_round(node, rates), True
 
 
-def _is_reachable(address: str) -> bool:
+def describe_head(node: Node, head: Head, skew: float, rate: float | None) -> tuple[str, bool]:
+    """Return what a member's head says in words, and whether it fits to the run.
+
+    Args:
+        node: this node.
+        head: of the member.
+        skew: by how many seconds its clock is ahead.
+        rate: its bytes a second, when known.
+    """
+    roster = node.roster
+    # Each is compared with what was agreed on: a fault of this node is none of the others'.
+    study, schema = roster.study or heads.study_hash(node.settings), roster.schema or node.schema
+    tables = {k: v for k, v in head.settings.items() if k.startswith(heads.TABLE)}
+    own = {k: v for k, v in node.settings.items() if k.startswith(heads.TABLE)}
+    other_table = bool(tables and own) and tables != own
+    wrong = head.study != study or head.schema not in (schema, node.schema) or other_table
+    speed = f"{rate / 1e6:.1f} MB/s" if rate else "rate unknown"
+    text = f"{head.state} in round {head.round}, clock {skew:+.1f} s, {speed}"
+    if wrong:
+        difference = heads.describe_difference(node.settings, head.settings)
+        text += f"; it runs something else: {difference or 'a model of other shapes'}"
+    if head.roster != roster.version:
+        text += f"; it has version {head.roster} of the roster, this node has {roster.version}"
+    return text, not wrong and head.roster == roster.version and abs(skew) < _SKEW
+
+
+def compare_models(node: Node, others: Mapping[str, Head]) -> tuple[str, bool]:
+    """Return whose fault it is that this node's model is not that of the roster; "" if it is.
+
+    The study is the same, so it is the shape of an input or the number of classes.
+
+    Args:
+        node: this node.
+        others: heads of the members that answer.
+    """
+    roster, federation = node.roster, node.federation
+    if roster.schema in ("", node.schema):
+        return "", True
+    features = federation.features
+    here = f"--features {','.join(map(str, features))} --classes {federation.classes}"
+    found = find_shapes(node.plan, features, federation.outputs, roster.schema)
+    text = f"model: this node's data are {here}"
+    if found is None:
+        text += "; the roster was written for others"
+    else:
+        shape, outputs = found
+        there = f"--features {','.join(map(str, shape))}"
+        if outputs != federation.outputs:
+            there += f" --classes {outputs}"
+        text += f"; the roster was written for {there}"
+    alike = sum(head.schema == node.schema for head in others.values())
+    agreed = sum(head.schema == roster.schema for head in others.values())
+    if alike > agreed:
+        why = (
+            f"{alike} of {len(others)} members that answer have this node's: the roster is wrong, "
+            f"and the organizer writes it again with {here}"
+        )
+    elif agreed:
+        why = (
+            f"{agreed} of {len(others)} members that answer have the roster's: this node's data "
+            "have other columns or classes than theirs"
+        )
+    else:
+        why = (
+            "nobody answers who has either: compare the columns with another member; if they are "
+            f"the same, the organizer writes the roster again with {here}"
+        )
+    schema = TableSchema.from_federation(federation)
+    if schema is not None:
+        names = ", ".join(escape_text(one.name, 40) for one in schema.columns[:40])
+        why += f". Inputs of this node: {names}"
+    return f"{text}; {why}", False
+
+
+def find_shapes(
+    plan: RunSpec, features: tuple[int, ...], outputs: int, schema: str
+) -> tuple[tuple[int, ...], int] | None:
+    """Find the shape of an input or the number of outputs that a hash of a model was made with.
+
+    Near ones only: another number of columns or channels, or another number of outputs.
+
+    Args:
+        plan: the run.
+        features: the shape of this node's inputs.
+        outputs: the number of this node's outputs.
+        schema: the hash.
+    """
+    until = time.monotonic() + _SEARCH
+    near = sorted(range(1, _NEAR), key=lambda n: abs(n - features[0]))
+    shapes = [((n, *features[1:]), outputs) for n in near]
+    shapes += [(features, n) for n in range(1, 65)]
+    for shape, number in shapes:
+        if time.monotonic() > until:
+            return None
+        try:
+            if plan.compute_schema(shape, number) == schema:
+                return shape, number
+        except (CoterieError, RuntimeError, ValueError):  # the model has no such form
+            continue
+    return None
+
+
+def explain_silence(address: str) -> str:
+    """Say why a member does not answer at its address, as far as a connection shows it."""
+    host, port = identities.split_address(address)
     try:
-        with socket.create_connection(identities.split_address(address), timeout=3.0):
-            return True
-    except OSError:
-        return False
+        with socket.create_connection((host, port), timeout=_CONNECT):
+            return (
+                "its port is open, but it does not answer as this member: another program, an older "
+                "roster, or a device in between that opens TLS"
+            )
+    except socket.gaierror:
+        return f"the host name {host} is not known here: DNS"
+    except TimeoutError:
+        return f"no connection within {_CONNECT:.0f} s: a firewall drops packets, or the machine is off"
+    except ConnectionRefusedError:
+        return "nothing listens there: the machine is on, and its node or rehearsal does not run"
+    except OSError as error:
+        return f"no connection: {error.strerror or type(error).__name__}"
 
 
-def _measure_rate(post: Post, peer: str) -> float | None:
+def measure_rate(post: Post, peer: str) -> float | None:
     """Return a member's bytes a second; the second measurement, since the first warms the link."""
     post.measure_link(peer, 10.0)
     found = post.measure_link(peer, 10.0)

@@ -278,6 +278,23 @@ def describe_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> s
     return "; ".join(differ) + ("; and more" if len(keys) > 4 else "")
 
 
+def _advise(what: str, schema: str, others: Mapping[str, Head]) -> str:
+    """Return what to do about a study or a model that is not the roster's."""
+    if what == "study":
+        return "; use the study file of the roster"
+    # The study is the same: the shape of an input or the number of classes makes another model.
+    alike = sum(head.schema == schema for head in others.values())
+    if alike:
+        return (
+            f", but {alike} of {len(others)} members that answered have this node's: the organizer "
+            "wrote the roster with other --features or --classes than the data have"
+        )
+    return (
+        ": the data have other features or classes than the roster was written for; `coterie "
+        "doctor` says which"
+    )
+
+
 def check_study(
     roster: Roster,
     settings: Mapping[str, Any],
@@ -325,11 +342,7 @@ def check_study(
             raise PeerMismatch(
                 f"this node has {what} {found[:16]}, the roster of run {roster.run} has "
                 f"{expected[:16]}"
-                + (
-                    f"; compared with {name}: {text}"
-                    if text
-                    else "; use the study file of the roster"
-                )
+                + (f"; compared with {name}: {text}" if text else _advise(what, schema, others))
             )
     if odd and not roster.study:
         name = odd[0]

@@ -33,7 +33,13 @@ from coterie.exchange.accepting import Reputation
 from coterie.functional.metrics import DIVERGED
 from coterie.methods.base import Method, Round
 from coterie.methods.server import ServerMethod
-from coterie.models.layout import ModelSource, custom_model_name
+from coterie.models.layout import (
+    Layout,
+    ModelSource,
+    custom_model_name,
+    make_template,
+    resolve_model,
+)
 from coterie.net import catchup, latecomers
 from coterie.net import head as heads
 from coterie.net import identity as identities
@@ -55,7 +61,7 @@ from coterie.runtime.extensions import AcceptanceExtension
 from coterie.runtime.loop import Loop
 from coterie.runtime.models import Models, collect_models
 from coterie.runtime.record import Record
-from coterie.runtime.settings import Settings
+from coterie.runtime.settings import DTYPES, Settings
 from coterie.runtime.taken_home import check_models_home
 from coterie.runtime.task import make_task
 
@@ -91,6 +97,11 @@ class RunSpec:
             secret: seed of the draws of private training, which nobody else may know.
         """
         return make_task(federation, self.method, self.model, self.settings, secret)
+
+    def compute_schema(self, features: tuple[int, ...], outputs: int) -> str:
+        """Return the hash of the model's tensors for inputs of a shape and a number of outputs."""
+        model = self.method.build_model(resolve_model(self.model, features, outputs))
+        return heads.schema_hash(Layout(make_template(model), DTYPES[self.settings.dtype]))
 
     def common_settings(self, population: int) -> dict[str, Any]:
         """Return the settings that must be equal on every node."""
@@ -342,6 +353,11 @@ class Node:
             }
 
     @property
+    def federation(self) -> Federation:
+        """This node's own rows."""
+        return self._federation
+
+    @property
     def other_members(self) -> list[str]:
         """The other members that take part in the rounds."""
         members = (
@@ -393,10 +409,14 @@ class Node:
             self.audit.record_start(
                 self.roster, inc=self.incarnation, resumes=resumes, study=study, schema=self.schema
             )
-        self.transport.serve_head(self._make_head)
+        self.answer_visitors()
         if (keeper := self.keeper) is not None:
             keeper.save_roster()
             self.transport.serve_roster(lambda: keeper.sealed)
+
+    def answer_visitors(self) -> None:
+        """Answer those who ask how this node is, and how good the link is."""
+        self.transport.serve_head(self._make_head)
         self.post.serve_probe()
 
     def meet_others(self) -> bool:

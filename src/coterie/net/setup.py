@@ -7,7 +7,6 @@ from pathlib import Path
 
 from coterie._util.files import write_atomically
 from coterie.errors import ConfigError, TransportError
-from coterie.models.layout import Layout, make_template, resolve_model
 from coterie.net import head, latecomers, nodefile
 from coterie.net import roster as rosters
 from coterie.net.identity import (
@@ -18,7 +17,6 @@ from coterie.net.identity import (
     sign_request,
 )
 from coterie.net.roster import Member, Roster
-from coterie.runtime.settings import DTYPES
 from coterie.studies import config
 
 MEMBERS = "members.json"
@@ -197,11 +195,6 @@ def write_roster(
             f"{plan.method.kind} needs a server; name the member in that role: "
             f"--server {next(name for name, address in known.items() if address)}"
         )
-    # The shape of an input and the number of classes make the model: no data are needed.
-    module = make_template(
-        plan.method.build_model(resolve_model(plan.model, features, classes or 1))
-    )
-    layout = Layout(module, DTYPES[plan.settings.dtype])
     members, removed = [], []
     # A client's id is its position among all members ever signed, the removed ones included.
     for number, (name, address) in enumerate(known.items()):
@@ -221,7 +214,8 @@ def write_roster(
         len(known),
         version=_last_version(folder) + 1,
         study=head.study_hash(plan.common_settings(len(known))),
-        schema=head.schema_hash(layout),
+        # The shape of an input and the number of classes make the model: no data are needed.
+        schema=plan.compute_schema(features, classes or 1),
         server=server if plan.method.server else "",
         issued=datetime.now(UTC).isoformat(timespec="seconds"),
         removed=tuple(removed),

@@ -49,6 +49,8 @@ class Transport(Protocol):
     """Carries one node's messages to other members; several threads may call its methods."""
 
     name: str
+    heard: dict[str, float]
+    """When each other member has put its newest question here, by the monotonic clock."""
 
     def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
         """Store a message for later requests; from the first one on, this node counts as alive."""
@@ -153,6 +155,7 @@ class InProcess:
     def __init__(self, hub: Hub, name: str) -> None:
         self.hub, self.name, self.outbox = hub, name, Outbox()
         self._announced = False
+        self.heard: dict[str, float] = {}
         self._head: HeadSource | None = None
         self._sealed: Callable[[], bytes] | None = None
         with hub.lock:
@@ -180,6 +183,7 @@ class InProcess:
         node = self.hub.find_node(self.name, peer)
         if node is None:
             return Missing("unreachable")
+        node.note_question(self.name)
         # The outbox answers from another thread, when the message is published.
         box: queue.Queue[Parcel | Missing] = queue.Queue()
         # The peer gives up before this node does, so that its reason still arrives.
@@ -196,6 +200,11 @@ class InProcess:
             parts = self.hub.tamper(parts)
         return assemble_delivery(expect, parts, time.monotonic() - started)
 
+    def note_question(self, asker: str) -> None:
+        """Note that another node has put a question here."""
+        if asker != self.name:
+            self.heard[asker] = time.monotonic()
+
     def serve_head(self, head: HeadSource) -> None:
         """Register the handler of questions about this node's state."""
         self._head = head
@@ -203,7 +212,10 @@ class InProcess:
     def ask_head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
         """Ask a node of the hub how it is."""
         node = self.hub.find_node(self.name, peer)
-        return Missing("unreachable") if node is None or node._head is None else node._head(nonce)
+        if node is None or node._head is None:
+            return Missing("unreachable")
+        node.note_question(self.name)
+        return node._head(nonce)
 
     def serve_roster(self, sealed: Callable[[], bytes]) -> None:
         """Register the handler of questions for this node's roster."""

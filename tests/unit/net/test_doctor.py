@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from coterie.engine import device as devices
+from coterie.errors import PeerMismatch
 from coterie.methods.random_gossip import Random
 from coterie.net import doctor, fleet, identity, local, nodefile
+from coterie.net import roster as rosters
 from coterie.net.doctor import check_node
-from coterie.net.head import Head
+from coterie.net.head import Head, check_study
 from coterie.net.node import Node, Patience, RunSpec
 from coterie.net.transport import Hub, InProcess
 from coterie.studies import config
@@ -145,7 +147,10 @@ def test_each_member_is_told_of_with_its_state_clock_and_rate(three, port, monke
     (one, good), (two, bad), (round_, _) = doctor._check_others(asking)
     assert one.startswith(f"n1 at 127.0.0.1:{port + 1}: starting in round -1, clock ")
     assert one.endswith(" MB/s")
-    assert two == f"n2 at 127.0.0.1:{port + 2}: no answer (nothing listens there)"
+    assert two == (
+        f"n2 at 127.0.0.1:{port + 2}: no answer (nothing listens there: the machine is on, and its "
+        "node or rehearsal does not run)"
+    )
     assert (good, bad) == (True, False)
     assert round_.startswith("one round: ")
     assert round_.endswith(" s in all")
@@ -190,3 +195,119 @@ def test_a_clock_that_is_late_or_early_by_half_a_minute_does_not_pass(
     one, good = next(iter(doctor._check_others(asking)))
     assert f"clock {seconds:+.0f}" in one.replace(".0 s", "")
     assert good is fine
+
+
+# ---------------------------------------------------------------- whose data, and whose roster
+
+
+def roster_for(node: Node, columns: int, classes: int) -> Node:
+    """Let the organizer have written the roster for so many columns and classes."""
+    schema = node.plan.compute_schema((columns,), classes)
+    node.roster = replace(node.roster, schema=schema)
+    return node
+
+
+@pytest.fixture
+def asking(three):
+    """n0, and a head of n1 with the same model and study as its own."""
+    node, there, _ = three
+    head = Head(**json.loads(there._make_head("0")[64:]))
+    return node, head
+
+
+def test_the_models_hash_is_that_of_the_shapes(asking):
+    node, _ = asking
+    features, outputs = node.federation.features, node.federation.outputs
+    assert node.plan.compute_schema(features, outputs) == node.schema
+    assert doctor.compare_models(roster_for(node, features[0], outputs), {}) == ("", True)
+
+
+@pytest.mark.parametrize(("more", "classes"), [(1, 0), (-1, 0), (500, 0), (0, 1), (0, 3)])
+def test_what_the_roster_was_written_for_is_found_from_its_hash(asking, more, classes):
+    node, _ = asking
+    features, outputs = node.federation.features, node.federation.outputs
+    roster_for(node, features[0] + more, outputs + classes)
+    text, good = doctor.compare_models(node, {})
+    assert not good
+    assert f"this node's data are --features {features[0]} --classes {outputs}; " in text
+    assert f"the roster was written for --features {features[0] + more}" in text
+    assert (f" --classes {outputs + classes};" in text.split("written for")[1]) == bool(classes)
+
+
+def test_the_organizer_is_at_fault_when_the_others_have_this_nodes_model(asking):
+    node, head = asking
+    roster_for(node, node.federation.features[0] + 1, node.federation.outputs)
+    text, good = doctor.compare_models(node, {"n1": head, "n2": head})
+    assert not good
+    assert "2 of 2 members that answer have this node's: the roster is wrong" in text
+    assert "organizer writes it again with --features" in text
+    assert doctor.describe_head(node, head, 0.0, None)[1], "those members are not"
+    with pytest.raises(PeerMismatch, match="1 of 1 members that answered have this node's"):
+        check_study(node.roster, node.settings, node.schema, {"n1": head})
+
+
+def test_this_node_is_at_fault_when_the_others_have_the_rosters_model(asking):
+    node, head = asking
+    roster_for(node, node.federation.features[0] + 1, node.federation.outputs)
+    other = replace(head, schema=node.roster.schema)
+    text, good = doctor.compare_models(node, {"n1": other, "n2": other})
+    assert not good
+    assert "2 of 2 members that answer have the roster's: this node's data have other" in text
+    assert doctor.describe_head(node, other, 0.0, None)[1], "the others are as agreed"
+    with pytest.raises(PeerMismatch, match="the data have other features or classes than the"):
+        check_study(node.roster, node.settings, node.schema, {"n1": other})
+
+
+def test_another_member_is_at_fault_when_its_model_is_not_the_rosters(asking):
+    node, head = asking
+    roster_for(node, node.federation.features[0], node.federation.outputs)
+    odd = replace(head, schema="0" * 64, settings={**head.settings, "table.inputs": "age, sex"})
+    assert doctor.compare_models(node, {"n1": odd}) == ("", True)
+    text, good = doctor.describe_head(node, odd, 0.0, None)
+    assert not good
+    assert "table.inputs is 'age, sex' there" in text
+
+
+def test_when_nobody_else_answers_both_are_possible(asking):
+    node, _ = asking
+    roster_for(node, node.federation.features[0] + 1, node.federation.outputs)
+    text, good = doctor.compare_models(node, {})
+    assert not good
+    assert "compare the columns with another member" in text
+
+
+def test_a_wrong_number_of_columns_is_found_by_the_whole_examination(tmp_path, port, monkeypatch):
+    """The organizer wrote the roster for 3 channels; the node has images of one."""
+    monkeypatch.setattr(doctor, "_LOOK", 0.1)
+    file = laid_out(tmp_path, port)
+    loaded = nodefile.load(file)
+    keys = tmp_path / "keys"
+    old = rosters.load(keys / "roster.toml", keys / "organizer.pub")
+    plan = nodefile.make_run_spec(loaded.select_run()[0])
+    made = replace(old, schema=plan.compute_schema((3, 8, 8), 10))
+    rosters.write_signed(keys / "roster.toml", made, keys / "organizer.key")
+    (found,) = [text for text in wrong(file) if text.startswith("model: ")]
+    assert "this node's data are --features 1,8,8 --classes 10" in found
+    assert "the roster was written for --features 3,8,8" in found
+
+
+# ---------------------------------------------------------------- silence
+
+
+def test_why_a_member_does_not_answer_is_told_apart(port, monkeypatch):
+    """A refusal, a silence, a name that nobody knows, and something else that listens."""
+    assert doctor.explain_silence(f"127.0.0.1:{port}").startswith("nothing listens there")
+    with socket.create_server(("127.0.0.1", port)):
+        assert "does not answer as this member" in doctor.explain_silence(f"127.0.0.1:{port}")
+    errors = {
+        TimeoutError("timed out"): "a firewall drops packets",
+        socket.gaierror(-2, "Name or service not known"): "is not known here: DNS",
+        OSError(113, "No route to host"): "no connection: No route to host",
+    }
+    for error, said in errors.items():
+
+        def fail(*_, error=error, **__):
+            raise error
+
+        monkeypatch.setattr(socket, "create_connection", fail)
+        assert said in doctor.explain_silence("north.example.org:7447")

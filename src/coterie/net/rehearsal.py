@@ -1,0 +1,154 @@
+"""Rehearsal: two or more members try the network before the run, each from its own machine.
+
+Each opens its port and answers as the counterpart of the others, asks every other member, and says
+what gets through in each direction. What comes in is seen at the port; why nothing goes out, by a
+plain connection.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from coterie.net import doctor
+from coterie.net.head import Head
+from coterie.net.node import Node
+from coterie.net.nodefile import NodeFile
+
+_PAUSE = 1.0  # seconds between two looks
+_STAY = 5.0  # seconds without a question after which nobody needs this node any more
+_LEAVE = 30.0  # seconds for which it stays at most
+Say = Callable[[str, bool], None]
+
+
+@dataclass
+class Directions:
+    """What got through between this node and one member.
+
+    Args:
+        out: whether its answers to this node's questions came.
+        came: whether its questions came here.
+        head: its head, when it answered.
+    """
+
+    out: bool = False
+    came: bool = False
+    head: Head | None = None
+
+
+@dataclass
+class Rehearsal:
+    """The state of a rehearsal.
+
+    Args:
+        node: this node, which answers and takes no part.
+        say: called with each result: a sentence, and whether it is good.
+        heard: returns the members whose questions have come so far.
+        found: by member.
+    """
+
+    node: Node
+    say: Say
+    heard: Callable[[], frozenset[str]]
+    found: dict[str, Directions] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.found = {name: Directions() for name in self.node.other_members}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything got through in both directions."""
+        return all(one.out and one.came for one in self.found.values())
+
+    def look(self) -> None:
+        """Ask the members that have not answered yet, and say what is new."""
+        for name in sorted(self.heard() & self.found.keys()):
+            if not self.found[name].came:
+                self.found[name].came = True
+                self.say(f"from {name}: its questions come in", True)
+        silent = [name for name, one in self.found.items() if not one.out]
+        if not silent:
+            return
+        with ThreadPoolExecutor(8, "coterie-rehearse") as pool:
+            list(pool.map(self._try_member, silent))
+
+    def _try_member(self, name: str) -> None:
+        """Ask one member how it is, and for a megabyte."""
+        node, before = self.node, time.time()
+        head = node.ask_heads([name]).get(name)
+        if head is None:
+            return
+        skew = head.time - (before + time.time()) / 2
+        # A small answer can pass where a large one does not.
+        rate = doctor.measure_rate(node.post, name)
+        one = self.found[name]
+        one.head, address = head, node.roster.member(name).address
+        if rate is None:
+            if not one.out:
+                self.say(f"to {name} at {address}: it answers, but a megabyte does not come", False)
+            return
+        one.out = True
+        text, good = doctor.describe_head(node, head, skew, rate)
+        self.say(f"to {name} at {address}: {text}", good)
+
+    def conclude(self) -> bool:
+        """Say what did not get through, and why; return whether all did."""
+        port = self.node.roster.member(self.node.transport.name).address.rpartition(":")[2]
+        for name, one in sorted(self.found.items()):
+            address = self.node.roster.member(name).address
+            if not one.out and one.head is None:
+                self.say(f"to {name} at {address}: {doctor.explain_silence(address)}", False)
+            if not one.came:
+                self.say(
+                    f"from {name}: nothing came in at port {port}; what its rehearsal says of this "
+                    "member is the reason: where packets are dropped, open the port to it",
+                    False,
+                )
+        heads = {name: one.head for name, one in self.found.items() if one.head is not None}
+        text, good = doctor.compare_models(self.node, heads)
+        if text:
+            self.say(text, good)
+        return self.is_complete
+
+
+def rehearse(file: NodeFile, say: Say, *, seconds: float, insecure: bool = False) -> bool:
+    """Open this node's port, and try the links to and from all members.
+
+    Args:
+        file: node.toml.
+        say: called with each result: a sentence, and whether it is good.
+        seconds: how long to wait for the others, who begin when they like.
+        insecure: without TLS, on loopback only.
+
+    Returns:
+        Whether everything is in order, and got through in both directions.
+    """
+    fine = True
+
+    def report(text: str, good: bool = True) -> None:
+        nonlocal fine
+        fine &= good
+        say(text, good)
+
+    patient = doctor.check_files(file, report)
+    if patient is None or not doctor.check_port(patient, report):
+        return False
+    with doctor.open_visitor(patient, insecure=insecure) as node:
+        node.answer_visitors()
+        transport, until = node.transport, time.monotonic() + seconds
+        at = file.listen or patient.roster.member(patient.own.name).address
+        names = ", ".join(node.other_members[:10])
+        report(f"listening at {at} for {seconds:.0f} s; the others rehearse now, too: {names}")
+        tried = Rehearsal(node, report, lambda: frozenset(transport.heard))
+        while not tried.is_complete and time.monotonic() < until:
+            tried.look()
+            if not tried.is_complete:
+                time.sleep(min(_PAUSE, max(0.0, until - time.monotonic())))
+        complete = tried.conclude()
+        # The others may not be done with this node.
+        until = time.monotonic() + _LEAVE
+        while complete and time.monotonic() < until:
+            if time.monotonic() - max(transport.heard.values(), default=0.0) > _STAY:
+                break
+            time.sleep(0.2)
+    return fine and complete
