@@ -32,7 +32,7 @@ from coterie.rng import Rng
 _LOOK = 5.0  # seconds for links to come up
 _CONNECT = 3.0  # seconds for a connection, to say why a member does not answer
 # The search for what a roster was written for: its seconds, and numbers of columns below this.
-_SEARCH, _NEAR = 5.0, 1025
+_SEARCH, _NEAR = 10.0, 1025
 _SKEW = 30.0  # seconds of clock skew that matter: certificates have five minutes to spare
 Say = Callable[[str, bool], None]
 
@@ -229,7 +229,7 @@ def describe_head(node: Node, head: Head, skew: float, rate: float | None) -> tu
         rate: its bytes a second, when known.
     """
     roster = node.roster
-    # Each is compared with what was agreed on: a fault of this node is none of the others'.
+    # Compared with what was agreed on, so that a fault of this node is none of the others'.
     study, schema = roster.study or heads.study_hash(node.settings), roster.schema or node.schema
     tables = {k: v for k, v in head.settings.items() if k.startswith(heads.TABLE)}
     own = {k: v for k, v in node.settings.items() if k.startswith(heads.TABLE)}
@@ -308,8 +308,8 @@ def find_shapes(
     """
     until = time.monotonic() + _SEARCH
     near = sorted(range(1, _NEAR), key=lambda n: abs(n - features[0]))
-    shapes = [((n, *features[1:]), outputs) for n in near]
-    shapes += [(features, n) for n in range(1, 65)]
+    shapes = [(features, n) for n in range(1, 65)]
+    shapes += [((n, *features[1:]), outputs) for n in near]
     for shape, number in shapes:
         if time.monotonic() > until:
             return None

@@ -189,7 +189,7 @@ class GrpcTransport:
             certificate that is over), "not_allowed" (what cannot be read, or is of another run) and
             "too_many" (over the number that one member may have open). A connection without a
             certificate of the authority ends before anybody is known, and leaves no event.
-        heard: when each other member has put its newest question here, by the monotonic clock.
+        last_questions: when each other member has put its newest question here, by the monotonic clock.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class GrpcTransport:
         self._head: HeadSource | None = None
         self._sealed: Callable[[], bytes] | None = None
         self.turned_away: Counter[str] = Counter()
-        self.heard: dict[str, float] = {}
+        self.last_questions: dict[str, float] = {}
         self._refusals: dict[tuple[str, str], _Refusals] = {}
         self._alive: set[str] = set()
         self._known: set[str] = set()  # seen alive before, and not known to have left
@@ -415,7 +415,7 @@ class GrpcTransport:
         """Note that a member has asked something: it can be dialed now, if it could not before."""
         self._away.pop(peer, None)
         if peer != self.name:
-            self.heard[peer] = time.monotonic()
+            self.last_questions[peer] = time.monotonic()
         link = self._links.get(peer)
         if link is not None and not link.calls and link.channel.get_state() is _FAILED:
             self._start_task(self._redial(peer))

@@ -43,13 +43,13 @@ class Rehearsal:
     Args:
         node: this node, which answers and takes no part.
         say: called with each result: a sentence, and whether it is good.
-        heard: returns the members whose questions have come so far.
+        askers: returns the members whose questions have come so far.
         found: by member.
     """
 
     node: Node
     say: Say
-    heard: Callable[[], frozenset[str]]
+    askers: Callable[[], frozenset[str]]
     found: dict[str, Directions] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class Rehearsal:
 
     def look(self) -> None:
         """Ask the members that have not answered yet, and say what is new."""
-        for name in sorted(self.heard() & self.found.keys()):
+        for name in sorted(self.askers() & self.found.keys()):
             if not self.found[name].came:
                 self.found[name].came = True
                 self.say(f"from {name}: its questions come in", True)
@@ -139,7 +139,7 @@ def rehearse(file: NodeFile, say: Say, *, seconds: float, insecure: bool = False
         at = file.listen or patient.roster.member(patient.own.name).address
         names = ", ".join(node.other_members[:10])
         report(f"listening at {at} for {seconds:.0f} s; the others rehearse now, too: {names}")
-        tried = Rehearsal(node, report, lambda: frozenset(transport.heard))
+        tried = Rehearsal(node, report, lambda: frozenset(transport.last_questions))
         while not tried.is_complete and time.monotonic() < until:
             tried.look()
             if not tried.is_complete:
@@ -148,7 +148,7 @@ def rehearse(file: NodeFile, say: Say, *, seconds: float, insecure: bool = False
         # The others may not be done with this node.
         until = time.monotonic() + _LEAVE
         while complete and time.monotonic() < until:
-            if time.monotonic() - max(transport.heard.values(), default=0.0) > _STAY:
+            if time.monotonic() - max(transport.last_questions.values(), default=0.0) > _STAY:
                 break
             time.sleep(0.2)
     return fine and complete

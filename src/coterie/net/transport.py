@@ -49,7 +49,7 @@ class Transport(Protocol):
     """Carries one node's messages to other members; several threads may call its methods."""
 
     name: str
-    heard: dict[str, float]
+    last_questions: dict[str, float]
     """When each other member has put its newest question here, by the monotonic clock."""
 
     def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
@@ -155,7 +155,7 @@ class InProcess:
     def __init__(self, hub: Hub, name: str) -> None:
         self.hub, self.name, self.outbox = hub, name, Outbox()
         self._announced = False
-        self.heard: dict[str, float] = {}
+        self.last_questions: dict[str, float] = {}
         self._head: HeadSource | None = None
         self._sealed: Callable[[], bytes] | None = None
         with hub.lock:
@@ -203,7 +203,7 @@ class InProcess:
     def note_question(self, asker: str) -> None:
         """Note that another node has put a question here."""
         if asker != self.name:
-            self.heard[asker] = time.monotonic()
+            self.last_questions[asker] = time.monotonic()
 
     def serve_head(self, head: HeadSource) -> None:
         """Register the handler of questions about this node's state."""

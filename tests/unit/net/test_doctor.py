@@ -208,8 +208,9 @@ def roster_for(node: Node, columns: int, classes: int) -> Node:
 
 
 @pytest.fixture
-def asking(three):
+def asking(three, monkeypatch):
     """n0, and a head of n1 with the same model and study as its own."""
+    monkeypatch.setattr(doctor, "_SEARCH", 120.0)
     node, there, _ = three
     head = Head(**json.loads(there._make_head("0")[64:]))
     return node, head
