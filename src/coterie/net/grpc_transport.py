@@ -189,7 +189,8 @@ class GrpcTransport:
             certificate that is over), "not_allowed" (what cannot be read, or is of another run) and
             "too_many" (over the number that one member may have open). A connection without a
             certificate of the authority ends before anybody is known, and leaves no event.
-        last_questions: when each other member has put its newest question here, by the monotonic clock.
+        last_questions: when each other member has put its newest question here, by the monotonic
+            clock.
     """
 
     def __init__(
