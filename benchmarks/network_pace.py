@@ -142,7 +142,7 @@ class _Lines:
 
 
 def pace(emit: netlab.Emit, folder: Path, names: list[str] | None = None) -> None:
-    """Every kind in turn, three times with and without the member that drips."""
-    order = names or ["none", "drip", "none", "drip", "none", "drip", "tarpit", "late client"]
+    """Every kind in turn, twice with and without the member that drips."""
+    order = names or ["none", "drip", "none", "drip", "tarpit", "late client"]
     for number, name in enumerate(order):
         emit(play(folder / str(number), name, PORT + 10 * number))

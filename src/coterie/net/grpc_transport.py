@@ -57,7 +57,6 @@ _CALLS = 32  # that one member may have open at a node, of all kinds
 _LISTEN = 5.0  # seconds in which a question must have come
 _LEAVE = 5.0  # seconds for answers that are being sent when a node leaves
 _CONNECT = 5.0  # seconds for a connection to come up
-_FIRST_PAUSE = 0.5  # seconds before nobody is dialed again; later pauses are twice as long
 _IDLE = 60.0  # seconds after which a link that is not used is closed
 _PAUSE = 10.0  # seconds between two events of the same refusal: nobody fills the log from outside
 # how often a member's coming and going is logged, in how many seconds
@@ -330,8 +329,8 @@ class GrpcTransport:
                 self._away.pop(peer, None)
             except (OSError, TimeoutError) as error:
                 before = self._away.get(peer)
-                pause = _FIRST_PAUSE if before is None else 2 * before.pause
-                pause = min(pause, self._longest_pause())
+                longest = self._longest_pause()
+                pause = longest / 8 if before is None else min(2 * before.pause, longest)
                 missing = Missing("unreachable", None, escape_text(error))
                 self._away[peer] = _Away(time.monotonic() + pause, pause, missing)
                 return missing

@@ -68,6 +68,7 @@ from coterie.runtime.task import make_task
 ARRIVALS = "arrivals.jsonl"
 _LEAST_DEADLINE = 30.0
 _PAUSE_EACH = 0.005  # seconds: asking a thousand costs some hundredths of one
+_ASKING = 8  # members that are asked for their heads at a time
 _SAY_AGAIN = 60.0  # seconds between two events of one wait
 
 
@@ -345,12 +346,19 @@ class Node:
                 )
                 return None
 
-        with ThreadPoolExecutor(8, "coterie-heads") as pool:
-            known = {m.name for m in self.roster.members}  # one that was just removed is not asked
-            names = [n for n in names if n in known]
-            return {
-                n: h for n, h in zip(names, pool.map(ask_one, names), strict=True) if h is not None
-            }
+        known = {m.name for m in self.roster.members}  # one that was just removed is not asked
+        # One queue for all threads: a task for each of a thousand members costs more than to ask.
+        names = [name for name in names if name in known]
+        waiting, found = iter(names), dict[str, Head | None]()
+
+        def ask_in_turn() -> None:
+            for name in waiting:
+                found[name] = ask_one(name)
+
+        with ThreadPoolExecutor(_ASKING, "coterie-heads") as pool:
+            for asked in [pool.submit(ask_in_turn) for _ in range(_ASKING)]:
+                asked.result()
+        return {name: head for name in names if (head := found[name]) is not None}
 
     @property
     def federation(self) -> Federation:

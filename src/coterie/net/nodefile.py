@@ -85,7 +85,7 @@ class NetworkSettings(Configurable):
         deadline: seconds a round waits for peers; 0 for three times what the others usually take
             and two trainings, at least half a minute.
         slow: seconds that a member may be silent before it counts as slow, unless most are so slow
-            or it says that it has not reached the round; a slow one is left out for 4, 8, 16, ...
+            or it says that it has not reached the round; a slow one is left out for 4, 16, 64, ...
             rounds. 0 to wait for everybody until the deadline.
         server_wait: seconds to keep asking a server that does not answer.
         redraws: how often the peers of a round are drawn again when some are missing.

@@ -3,7 +3,7 @@
 A member has the median of its own newest times, with a floor and a cap, so that nobody makes a node
 wait longer for others. A member that has not reached a round says so before the asker's patience
 ends, and is asked again; one that holds its answer for longer, or whose own median is a multiple of
-the others', is slow: it is left out for 4, 8, 16, ... rounds, and after them waited for only as
+the others', is slow: it is left out for 4, 16, 64, ... rounds, and after them waited for only as
 long as for the others.
 """
 
@@ -20,7 +20,6 @@ _NEWEST = 5  # times of a member that are kept
 _ENOUGH = 3  # times without which a median says nothing: the first rounds are slow for everybody
 _TIMES = 4.0  # a member is slow whose median is so many times that of the others
 _ROOM = 3.0  # patience, in medians
-_SLOW_ROOM = 1.5  # that with a member which was slow
 # Seconds, where the others answer in next to no time.
 _LEAST = 0.05
 # After so many rounds others' times are known. A member that has none then is given less of the
@@ -31,7 +30,9 @@ _START, _FIRST_SHARE = 5, 1 / 3
 _HELD = (1 + WAIT) / 2
 # A share of the floor below which no median is slow: so little is not worth a member.
 _BEARABLE = 0.6
-_FIRST_PAUSE, _MOST_STRIKES = 4, 14  # rounds; pauses double up to 2 ** 15
+# Rounds; each pause is four times the one before, up to 4 ** 8: in a run of 200 rounds a member that
+# is always slow is tried three times.
+_PAUSE, _MOST_STRIKES = 4, 8
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,8 @@ class Pace:
                 floor *= _FIRST_SHARE
             wanted = max(floor, _ROOM * others, _ROOM * own)
             if member.strikes:
-                wanted = max(_LEAST, _SLOW_ROOM * others)
+                # While the others are waited for, and no longer: its trials must cost nothing.
+                wanted = max(_LEAST, others)
         # Half, so that a member that waited for a slow one itself can still come in time.
         return min(deadline / 2, wanted)
 
@@ -193,7 +195,7 @@ class Pace:
         # They are a slow member's times, and must not become its patience.
         member.times.clear()
         member.round = round
-        member.until = round + 1 + _FIRST_PAUSE * 2 ** (member.strikes - 1)
+        member.until = round + 1 + _PAUSE**member.strikes
         return member.until
 
     def describe(self) -> dict[str, tuple[float, bool]]:

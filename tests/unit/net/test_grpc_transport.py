@@ -290,7 +290,7 @@ def test_a_node_that_asks_its_own_name_is_no_peer_of_its_own(plain):
 def test_an_address_at_which_nobody_listens_costs_no_channel_and_few_dials(
     tmp_path, port, monkeypatch
 ):
-    """It is dialed again after 0.5, 1, 2, ... s, however often it is asked, and at once when it asks itself."""
+    """It is dialed again after 0.6, 1.2, 2.5, ... s, however often it is asked, and at once when it asks itself."""
     who, _ = local.make_members([[0], [1]], port=port)
     who, people = local.create_credentials(tmp_path, who)
     with GrpcTransport(who, "n0", people[0]) as first:
