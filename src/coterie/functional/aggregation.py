@@ -1,6 +1,6 @@
 """Aggregation: mixing weights and averages of received models, as pure functions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coterie._util import pages
 from coterie.errors import ConfigError
+from coterie.models.layout import Slot
 
 # Entries that are averaged at once in float64 (128 MB): a wider table is averaged in column blocks,
 # so that the float64 copy of a large population never exists as a whole.
@@ -105,12 +106,45 @@ class ReceivedModels:
             model counts like the most similar other, as in `fedsim_weights`. Else None.
         before: the model that stays in use where nothing is merged: the client's own, or the
             server's.
+        slots: the names, shapes and positions of the shared tensors in the rows of `models`; none
+            where rows are only numbers.
     """
 
     models: Float[Tensor, "models params"]
     samples: Float[Tensor, " models"]
     similarity: Float[Tensor, " models"] | None
     before: Float[Tensor, " params"]
+    slots: Sequence[Slot] = ()
+
+    @property
+    def tensors(self) -> dict[str, Float[Tensor, "models *shape"]]:
+        """The models' tensors by name, as views of `models`."""
+        return view_tensors(self.models, self.slots)
+
+
+def view_tensors(
+    rows: Shaped[Tensor, "*batch params"], slots: Sequence[Slot]
+) -> dict[str, Shaped[Tensor, "..."]]:
+    """Return tensors by name, as views of rows: what is written into them is written into the rows.
+
+    Args:
+        rows: one row, or several.
+        slots: where each tensor lies in a row.
+
+    Example:
+        >>> row = torch.zeros(4)
+        >>> view_tensors(row, [Slot("bias", (2,), 2, 4)])["bias"].fill_(1.0)
+        tensor([1., 1.])
+        >>> row
+        tensor([0., 0., 1., 1.])
+    """
+    found = {}
+    for slot in slots:
+        part = rows[..., slot.start : slot.stop]
+        found[slot.name] = part.unflatten(-1, slot.shape or (1,))
+        if not slot.shape:
+            found[slot.name] = found[slot.name].squeeze(-1)
+    return found
 
 
 AggregationRule = Callable[[ReceivedModels], Tensor]
@@ -238,6 +272,7 @@ def merge_groups_by_rule(
     empty: Float[Tensor, "clusters params"],
     least: int | Int[Tensor, " clusters"],
     what: str,
+    slots: Sequence[Slot] = (),
 ) -> Float[Tensor, "clusters params"]:
     """Merge models group by group with a custom rule; see `average_models_by_group`."""
 
@@ -245,7 +280,9 @@ def merge_groups_by_rule(
         return merge_by_rule(
             rule,
             # The rule gets a copy of the old model, which it may overwrite.
-            ReceivedModels(params[rows], samples[rows].to(params), None, empty[group].clone()),
+            ReceivedModels(
+                params[rows], samples[rows].to(params), None, empty[group].clone(), slots
+            ),
             what,
         )
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from coterie._util.importing import find_import_path, import_function, parse_kind
 from coterie._util.settings import Configurable, CustomFunction, PositiveFloat, parse_settings
 from coterie.errors import ConfigError
+from coterie.functional.adapters import NormWeighted, ProductMean
 from coterie.functional.aggregation import AggregationRule, ReceivedModels, average_models
 
 _CHUNK = 1 << 22  # entries that are worked on at once in float64 (32 MB)
@@ -26,7 +27,14 @@ _STEPS = 200
 MinorityShare = Annotated[float, Ge(0), Lt(0.5)]
 
 RuleName = Literal[
-    "median", "trimmed-mean", "norm-clipping", "krum", "multi-krum", "geometric-median"
+    "median",
+    "trimmed-mean",
+    "norm-clipping",
+    "krum",
+    "multi-krum",
+    "geometric-median",
+    "product-mean",
+    "norm-weighted",
 ]
 Aggregation = RuleName | Mapping[str, Any] | CustomFunction
 """A rule of RULES by its name, or a table with it as `kind` and the rule's settings; or a custom
@@ -262,6 +270,8 @@ RULES: dict[str, type[Configurable]] = {
     "krum": Krum,
     "multi-krum": MultiKrum,
     "geometric-median": GeometricMedian,
+    "product-mean": ProductMean,
+    "norm-weighted": NormWeighted,
 }
 """The rules by name, with their settings."""
 

@@ -854,6 +854,7 @@ def merge_by_rule(
     what = f"aggregation {given!r}"
     rule, own, out = robust.make_rule(given), state.params, state.params.clone()
     columns = rnd.task.sharing.shared
+    tensors = rnd.task.sharing.list_slots(rnd.task.layout, packed=True)
     # Models are passed to the rule in the order of sender ids, as `Inbox.mix` adds them: the order
     # of the slots changes no bit.
     order, samples = torch.argsort(inbox.peers, dim=1, stable=True), inbox.field_by_slot("samples")
@@ -870,7 +871,9 @@ def merge_by_rule(
             # A client has no similarity to itself: its own model takes the largest of the received
             # ones.
             alike = torch.cat([similarity[row, slots].max()[None], similarity[row, slots]]).to(own)
-        received = aggregation.ReceivedModels(models, counts.to(own), alike, models[0].clone())
+        received = aggregation.ReceivedModels(
+            models, counts.to(own), alike, models[0].clone(), tensors
+        )
         merged = aggregation.merge_by_rule(rule, received, what)
         if not rnd.task.sharing.shares_all:
             merged = columns.replace_in(out[row : row + 1], merged[None])[0]

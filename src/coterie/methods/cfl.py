@@ -123,7 +123,7 @@ class Cfl(ServerMethod):
         members = cluster_sizes(shared.label, len(shared.models))
         # All clusters are averaged first; split clusters are overwritten below.
         merged = self.averaging.update_models(
-            shared, message, group, members.clamp(max=context.min_updates)
+            shared, message, group, members.clamp(max=context.min_updates), context
         )
         for cluster in range(len(members)):
             rows = (group == cluster).nonzero().flatten()

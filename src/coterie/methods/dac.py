@@ -14,7 +14,7 @@ from coterie._util.settings import CustomFunction, NonNegativeFloat, PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.base import Inbox, Message
-from coterie.functional import aggregation, selection, similarity
+from coterie.functional import adapters, aggregation, selection, similarity
 from coterie.functional.robust import Aggregation
 from coterie.methods.base import (
     ROWS_AT_ONCE,
@@ -32,7 +32,7 @@ from coterie.methods.base import (
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
 from coterie.rng import Rng
 
-Metric = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad"]
+Metric = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad", "cos_product"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,11 @@ def pull_and_measure(
     if metric == "inv_loss":
         value = similarity.invert_cost(rnd.task.score(inbox), eps)
         return MeasuredInbox(inbox, value, {"passes": arrived * rnd.task.count_samples("train")})
+    if metric == "cos_product":
+        slots = rnd.task.sharing.list_compared_slots(rnd.task.layout)
+        pairs = adapters.find_pairs(slots, "similarity 'cos_product'")
+        value = adapters.cosine_of_products(state.params, inbox.table, inbox.index, mask, pairs)
+        return MeasuredInbox(inbox, value, {})
     compared = rnd.task.sharing.compared
     # Rows of clients, rows of distinct senders, and the sender of each slot: each product is
     # computed once a sender.
@@ -364,7 +369,8 @@ class Dac(PeerMethod):
         tau: inverse temperature $\tau$ (with a schedule: its limit).
         similarity: "inv_loss", 1 over the loss of the peer's model on the client's data; "inv_l2",
             1 over the distance of the models; "cos_weight" and "cos_grad", the cosine of the models
-            or of their updates since the start.
+            or of their updates since the start; "cos_product", that of the products of their
+            low-rank adapters.
         aggregation: "fedavg"; "fedsim", by this round's similarities; a rule of
             `functional.robust.RULES`, by its name or as a table with its settings; or the import
             path of a custom rule, a function of `functional.aggregation.ReceivedModels`.

@@ -21,7 +21,9 @@ class OneModel(ServerMethod):
         """Average."""
         # All rows are in group 0.
         everybody: Tensor = torch.zeros(len(message), dtype=torch.int64)
-        return self.averaging.update_models(shared, message, everybody, context.min_updates)
+        return self.averaging.update_models(
+            shared, message, everybody, context.min_updates, context
+        )
 
 
 @final

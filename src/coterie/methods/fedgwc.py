@@ -213,7 +213,7 @@ class FedGwc(ServerMethod):
         group, before = shared.label[message.ids], len(shared.models)
         # A cluster with fewer members than the least number of updates needs all of them.
         least = cluster_sizes(shared.label, before).clamp(max=context.min_updates)
-        shared = self.averaging.update_models(shared, message, group, least)
+        shared = self.averaging.update_models(shared, message, group, least, context)
         # Clusters that are founded in this loop have no updates of their own yet.
         for cluster in range(before):
             rows = message.take_rows((group == cluster).nonzero().flatten())

@@ -123,7 +123,7 @@ class FeSem(ServerMethod):
             # Other clients keep their membership.
             label = label.index_copy(0, message.ids, nearest.cpu())
         models = self.averaging.merge_groups(
-            message, label[message.ids], shared.models, self.min_group
+            message, label[message.ids], shared.models, self.min_group, context
         )
         seen = shared.seen.index_fill(0, message.ids, True)
         return replace(shared, models=models, label=label, seen=seen)

@@ -167,7 +167,7 @@ class Ifca(ServerMethod):
                 cluster,
                 context.index,
             )
-        new = self.averaging.merge_groups(message, label, old, self.min_group)
+        new = self.averaging.merge_groups(message, label, old, self.min_group, context)
         if self.averaging_of == "gradients":
             # Unweighted: $n_c$ times the mean update is the sum of the updates.
             pull = (self.step * groups / len(message))[:, None].to(old)
@@ -179,7 +179,7 @@ class Ifca(ServerMethod):
             everybody = torch.zeros_like(label)
             whole = Averaging(rule=self.aggregation)
             # All models have one representation, so that any of them is the one before.
-            new = torch.where(own, new, whole.merge_groups(message, everybody, old[:1], 1))
+            new = torch.where(own, new, whole.merge_groups(message, everybody, old[:1], 1, context))
         return IfcaModels(new)
 
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:

@@ -72,9 +72,9 @@ class OneShot(ServerMethod):
             label = label.index_copy(0, message.ids, found)
             # Only the shape counts: every group has members, so that no old model is used.
             models = shared.models.expand(int(found.max()) + 1, -1)
-            models = self.averaging.merge_groups(message, found, models, 1)
+            models = self.averaging.merge_groups(message, found, models, 1, context)
             return replace(
                 shared, models=models, velocity=shared.velocity.expand(len(models), -1), label=label
             )
         least = cluster_sizes(label, len(shared.models)).clamp(max=context.min_updates)
-        return self.averaging.update_models(shared, message, label[message.ids], least)
+        return self.averaging.update_models(shared, message, label[message.ids], least, context)

@@ -7,7 +7,7 @@ see nothing else of any client.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -28,7 +28,7 @@ from coterie.functional.metrics import Metric
 from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Method, Round, State, map_tensors
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_moving
-from coterie.models.layout import Layout
+from coterie.models.layout import Layout, Slot
 from coterie.models.part import ParameterSharing
 from coterie.models.simplex_layers import compose_last_layer, last_layer_mask
 from coterie.rng import Rng
@@ -139,6 +139,7 @@ class Averaging:
         label: Int[Tensor, " clients"],
         models: Float[Tensor, "clusters params"],
         least: int | Tensor,
+        context: ServerContext | None = None,
     ) -> Float[Tensor, "clusters params"]:
         """Return what came back merged group by group: the mean, or what the rule makes of it.
 
@@ -147,19 +148,28 @@ class Averaging:
             label: the group in which each row counts.
             models: of the groups; a group with too few updates keeps its own.
             least: updates that a group needs.
+            context: says the names of the tensors to the rule; it sees none when not given.
         """
         if self.rule is None:
             weights = self.client_weights(message)
             return aggregation.average_models_by_group(
                 message.params, label, weights, models, least
             )
+        slots: Sequence[Slot] = ()
+        if context is not None:
+            slots = context.part.list_slots(context.layout)
         return aggregation.merge_groups_by_rule(
             robust.make_rule(self.rule), message.params, label, message.fields["samples"],
-            models, least, f"aggregation {self.rule!r}",
+            models, least, f"aggregation {self.rule!r}", slots,
         )  # fmt: skip
 
     def update_models(
-        self, shared: Any, message: Message, label: Int[Tensor, " clients"], least: int | Tensor
+        self,
+        shared: Any,
+        message: Message,
+        label: Int[Tensor, " clients"],
+        least: int | Tensor,
+        context: ServerContext | None = None,
     ) -> Any:
         """Move models of a `Clusters`-like state, except with fewer than `min_updates` updates.
 
@@ -168,8 +178,9 @@ class Averaging:
             message: what came back.
             label: the cluster in which each row counts.
             least: updates that a cluster needs.
+            context: see `merge_groups`.
         """
-        mean = self.merge_groups(message, label, shared.models, least)
+        mean = self.merge_groups(message, label, shared.models, least, context)
         if self.is_plain_mean:
             return replace(shared, models=mean)
         moved, velocity = aggregation.apply_server_momentum(

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Shaped
 from torch import Tensor
 
 from coterie.errors import ConfigError
-from coterie.models.layout import Layout
+from coterie.models.layout import Layout, Slot
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,20 @@ class ParameterSharing:
     trained: ColumnSet
     compared: ColumnSet
 
+    def list_slots(self, layout: Layout, *, packed: bool = False) -> tuple[Slot, ...]:
+        """Return the tensors that are shared.
+
+        Args:
+            layout: how models lie in rows.
+            packed: whether their positions are those among the shared columns, side by side;
+                otherwise those in a whole row.
+        """
+        return _list_slots(layout, self.shared.mask, packed)
+
+    def list_compared_slots(self, layout: Layout) -> tuple[Slot, ...]:
+        """Return the tensors in which models are compared, with their positions in a whole row."""
+        return _list_slots(layout, self.compared.mask, False)
+
     @property
     def shares_all(self) -> bool:
         """Whether everything is shared."""
@@ -161,6 +175,18 @@ class ParameterSharing:
         if self.shares_all:
             return merged
         return self.local.replace_in(merged, self.local.select_from(before))
+
+
+def _list_slots(layout: Layout, inside: Bool[Tensor, " params"], packed: bool) -> tuple[Slot, ...]:
+    found, place = [], 0
+    for slot in layout.slots:
+        size = slot.stop - slot.start
+        if not bool(inside[slot.start : slot.stop].all()):
+            continue
+        start = place if packed else slot.start
+        found.append(Slot(slot.name, slot.shape, start, start + size))
+        place += size
+    return tuple(found)
 
 
 def match_patterns(layout: Layout, patterns: Sequence[str], what: str) -> Bool[Tensor, " params"]:
