@@ -15,6 +15,7 @@
     python benchmarks/network.py members      a member attacks two honest nodes, attack by attack
     python benchmarks/network.py pace         one slow member of eight: what the others lose
     python benchmarks/network.py idle         processor time of a node that waits for 999 others
+    python benchmarks/network.py meet         forty nodes: until each has met all others
     python benchmarks/network.py efficiency   compared with the same bytes over TCP with mutual TLS
     python benchmarks/network.py bytes        bytes that the cost model predicts, and bytes counted
 
@@ -63,6 +64,7 @@ MEASUREMENTS = {
     "members": network_members.members,
     "pace": network_pace.pace,
     "idle": network_idle.idle,
+    "meet": network_idle.meet,
     "efficiency": network_links.efficiency,
     "bytes": network_links.predicted_bytes,
 }

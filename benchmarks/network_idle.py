@@ -1,7 +1,9 @@
-"""What a node costs that waits for the 999 other members of a large roster, none of whom is there."""
+"""What it costs to wait for the 999 other members of a large roster, and how soon 40 members meet."""
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,3 +51,37 @@ def idle(emit: netlab.Emit, folder: Path, *, members: int = MEMBERS) -> None:
         "members": members, "seconds": SECONDS, "parts": list(PARTS), "percent_of_a_core": shares,
         "percent_in_all": round(total, 2), "waiting": waiting,
     })  # fmt: skip
+
+
+def meet(emit: netlab.Emit, folder: Path, *, members: int = 40) -> None:
+    """All nodes inside one program, started together, over mutual TLS: until each has every other one's signed head."""
+    who, _ = local.make_members([[number] for number in range(members)], port=PORT + 1100)
+    who, people = local.create_credentials(folder / "keys", who)
+    plan = RunSpec(METHODS["random"](num_peers=2), tiny_settings(), "linear", "linear", seed=0)
+    federation = tiny_federation(members)
+    met: list[int] = []
+
+    def log(event: str, level: str, details: dict) -> None:
+        if event == "met":
+            met.append(len(details["peers"]))
+
+    for _ in range(3):
+        met.clear()
+        with ExitStack() as stack:
+            nodes = []
+            for number, own in enumerate(people):
+                transport = stack.enter_context(GrpcTransport(who, own.name, own))
+                node = Node(
+                    plan, federation.host([number]), who, transport, own.sign, folder / own.name,
+                    log=Log(own.name, also=log, level="error"),
+                )  # fmt: skip
+                stack.callback(node.close)
+                nodes.append(node)
+            wall, cpu = time.monotonic(), time.process_time()
+            with ThreadPoolExecutor(members) as pool:
+                for meeting in [pool.submit(node.meet_others) for node in nodes]:
+                    meeting.result()
+            emit({
+                "meet": members, "seconds": round(time.monotonic() - wall, 2),
+                "processor_s": round(time.process_time() - cpu, 2), "least_met": min(met),
+            })  # fmt: skip

@@ -166,6 +166,67 @@ def slow(found: Results) -> str:
     )
 
 
+def paced(found: Results) -> str:
+    """Return the part on one slow member."""
+    first = found[0]
+    rows = [
+        (r["what"], r["rounds"], f"{r['ms_a_round']:g}", f"{r['longest_exchange_s']:g}",
+         f"{r['warnings_that_name_it']} of {r['warnings']}",
+         "; ".join(f"{who}: {times}" for who, times in r["slow"].items()) or "nobody")
+        for r in found
+    ]  # fmt: skip
+    head = ("what the last member does", "rounds", "ms a round of the others", "their longest exchange, s",
+            "warnings that name it", "named slow")  # fmt: skip
+    alone = statistics.mean(r["ms_a_round"] for r in found if r["kind"] == "none")
+    slowed = statistics.mean(r["ms_a_round"] for r in found if r["kind"] == "drip")
+    return (
+        f"{first['nodes']} nodes inside one program, mutual TLS, default settings; rounds from number {first['after']} "
+        f"on. With the member that answers at 0.95 of the wait a round takes the others {slowed:.0f} ms, without it "
+        f"{alone:.0f} ms: {100 * (slowed / alone - 1):+.1f} %. The late client is one of a server's.\n\n"
+        + table(head, rows)
+    )
+
+
+def waited(found: Results) -> str:
+    """Return the part on a node that waits for many."""
+    (r,) = found
+    parts = ", ".join(
+        f"{share:g} % until {end:g} s"
+        for share, end in zip(r["percent_of_a_core"], r["parts"], strict=True)
+    )
+    return (
+        f"A node waits for the {r['members'] - 1} other members of its roster, of whom none is there. It takes "
+        f"{r['percent_in_all']:g} % of a core in the first {r['seconds']:g} s ({parts})."
+    )
+
+
+def met(found: Results) -> str:
+    """Return the part on meeting."""
+    seconds = [r["seconds"] for r in found]
+    return (
+        f"{found[0]['meet']} nodes inside one program start together, with mutual TLS: each has the signed head of at "
+        f"least {min(r['least_met'] for r in found)} others after {range_of(seconds, ' s')} "
+        f"({range_of([r['processor_s'] for r in found], ' s')} of processor time, all nodes together)."
+    )
+
+
+def hour(found: Results) -> str:
+    """Return the part on nodes that run for a given time."""
+    rows = [
+        (r["node"], r["rounds"], f"{r['mb_per_hour_second_half']:+.2f}", range_of(r["range_mb"]),
+         *("{} to {}".format(*r[what]) for what in ("threads", "open_files")), r["log_bytes_a_round"], r["warnings"],
+         r["status"])
+        for r in found
+    ]  # fmt: skip
+    head = ("node", "rounds", "MB an hour", "MB", "threads", "open files", "bytes of logs a round", "warnings",
+            "exit status")  # fmt: skip
+    return (
+        f"Three nodes run for {found[0]['minutes']:g} minutes at the lowest priority, and SIGTERM ends them (143). "
+        "Memory, threads, open files and bytes of log, journal and audit log are those of the second half.\n\n"
+        + table(head, rows)
+    )
+
+
 def fuzz(found: Results) -> str:
     """Return the part on damaged messages."""
     (r,) = found
@@ -310,6 +371,10 @@ SECTIONS = (
     ("Honest nodes under load", "network/alarms", alarms),
     ("Floods and held connections", "network/floods", flooded),
     ("Long run", "network/soak", soak),
+    ("A given time", "network/hour", hour),
+    ("One slow member", "network/pace", paced),
+    ("Waiting for many", "network/idle", waited),
+    ("Meeting", "network/meet", met),
     ("A slow link", "network/slow", slow),
     ("Damaged messages", "network/fuzz", fuzz),
     ("Attacks by a member", "network/members", attacked),
