@@ -23,8 +23,9 @@ _ROOM = 3.0  # patience, in medians
 # Seconds, where the others answer in next to no time.
 _LEAST = 0.05
 # After so many rounds others' times are known. A member that has none then is given less of the
-# floor, since each node that meets a slow one late makes all others wait once.
-_START, _FIRST_SHARE = 5, 1 / 3
+# floor, since each node that meets a slow one late makes all others wait once; unless the others
+# need a tenth of it, as on a machine with too much to do.
+_START, _FIRST_SHARE, _FIRST_ROOM = 5, 1 / 3, 10.0
 # A share of the patience. An honest member has said at WAIT of it that its message is not ready;
 # half of what is left then is for the way of that answer.
 _HELD = (1 + WAIT) / 2
@@ -127,7 +128,7 @@ class Pace:
             if member.times:
                 own = statistics.median(member.times)
             elif len(self._rounds) >= _START:
-                floor *= _FIRST_SHARE
+                floor = max(_FIRST_SHARE * floor, min(floor, _FIRST_ROOM * others))
             wanted = max(floor, _ROOM * others, _ROOM * own)
             if member.strikes:
                 # While the others are waited for, and no longer: its trials must cost nothing.

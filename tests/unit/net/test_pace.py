@@ -119,6 +119,8 @@ def test_a_member_without_times_is_given_a_third_of_the_floor_after_five_rounds(
     known = pace(a=[0.1] * 5)
     assert known.patience("new", 60.0) == 1.0
     assert known.patience("a", 60.0) == 3.0
+    assert pace(a=[0.2] * 5).patience("new", 60.0) == 2.0, "on a machine with too much to do"
+    assert pace(a=[0.9] * 5).patience("new", 60.0) == 3.0
 
 
 def test_a_member_that_is_always_behind_is_slow_from_its_third_time_on():
