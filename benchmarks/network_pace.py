@@ -76,10 +76,10 @@ def behind(node: Node) -> None:
 
 # what the last member does, with which method, and in how many rounds
 KINDS: dict[str, tuple[Callable[[Node], None], str, int]] = {
-    "none": (nothing, DAC, 200),
-    "drip": (drip, DAC, 200),
-    "tarpit": (tarpit, DAC, 200),
-    "late client": (behind, FEDAVG, 20),
+    "none": (nothing, DAC, 120),
+    "drip": (drip, DAC, 120),
+    "tarpit": (tarpit, DAC, 120),
+    "late client": (behind, FEDAVG, 12),
 }
 
 

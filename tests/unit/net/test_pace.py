@@ -196,8 +196,8 @@ def drip(exchange, share: float = 0.95) -> None:
 
 
 def test_a_member_that_holds_its_answers_is_named_and_left_out(network):  # noqa: F811
-    """Of a deadline of 20 s it takes 0.3 of the patience once, and then next to nothing."""
-    _, (a, b, c, d), events = network(4, deadline=20.0, slow=0.3)
+    """Of a deadline of 20 s it takes 0.8 s of patience once, and then next to nothing."""
+    _, (a, b, c, d), events = network(4, deadline=20.0, slow=0.8)
     drip(d)
     took = []
     for round in range(12):
@@ -215,11 +215,12 @@ def test_a_member_that_holds_its_answers_is_named_and_left_out(network):  # noqa
         ("n3", 0, 5),
         ("n3", 5, 22),
     ]
-    assert "n3 took 0.3 s, others usually 0.0 s; it is left out until round 5" in told[0]["text"]
+    assert told[0]["text"].startswith("n3 took 0.")
+    assert told[0]["text"].endswith("it is left out until round 5")
     named = {name for event in events for name in event.get("members", ())}
     assert named <= {"n3"}
-    assert 0.25 < took[0] < 2
-    assert sum(took[1:]) < 1
+    assert took[0] > 0.7
+    assert max(took[1:]) < 0.7
 
 
 def test_a_member_that_waits_for_a_slow_one_is_not_blamed(network):  # noqa: F811
@@ -352,14 +353,14 @@ def test_one_slow_member_of_eight_is_named_and_costs_a_tenth_of_the_time_at_most
 
 
 def test_a_client_that_is_always_late_is_left_out_by_its_server(tmp_path):
-    """n3 comes half a second after the others in each of ten rounds; three of them wait for it."""
-    fleet = Fleet(tmp_path, "fedavg", 4, 10, slow=0.2)
-    fleet.run({0: 0.0, 1: 0.0, 2: 0.0, 3: 0.5})
-    took = [fleet.ended[0, n + 1] - fleet.ended[0, n] for n in range(9)]
-    (told,) = fleet.events("slow")
+    """n3 comes 0.8 s after the others in each of seven rounds; three of them wait for it."""
+    fleet = Fleet(tmp_path, "fedavg", 4, 7, slow=0.3)
+    fleet.run({0: 0.0, 1: 0.0, 2: 0.0, 3: 0.8})
+    took = [fleet.ended[0, n + 1] - fleet.ended[0, n] for n in range(6)]
+    told, *_ = fleet.events("slow")
     assert (told["node"], told["peer"]) == ("n0", "n3")
     assert told["round"] <= 3
-    assert all(seconds < 0.45 for seconds in took[told["round"] + 1 :]), took
+    assert all(seconds < 0.75 for seconds in took[told["round"] + 1 :]), took
     served = [event for event in fleet.events("serve") if event.get("missing")]
     assert {name for event in served for name in event["members"]} == {"n3"}
     assert len([event for event in fleet.events("round_missed") if event["node"] == "n3"]) >= 1
@@ -396,7 +397,7 @@ def test_over_mutual_tls_a_member_that_holds_its_answer_costs_its_patience_once(
         exchanges = []
         for own in people[:2]:
             transport = stack.enter_context(GrpcTransport(who, own.name, own))
-            terms = Terms(deadline=20.0, redraws=0, slow=0.5)
+            terms = Terms(deadline=20.0, redraws=0, slow=1.0)
             post = Post(transport, who, own.sign, terms=terms, journal=told.append)
             stack.callback(post.close)
             exchanges.append(RemoteExchange(post))
@@ -411,8 +412,9 @@ def test_over_mutual_tls_a_member_that_holds_its_answer_costs_its_patience_once(
             began = time.monotonic()
             inbox = exchanges[0].pull(own, torch.tensor([[1, 2]]))
             took.append(time.monotonic() - began)
-            assert inbox.mask.tolist() == [[True, how == "drip" and not round]]
+            assert bool(inbox.mask[0, 0])
+            assert not round or not inbox.mask[0, 1]
     assert next(event["peer"] for event in told if event["event"] == "slow") == "n2"
     assert {event["peer"] for event in told if event["event"] == "slow"} == {"n2"}
-    assert 0.4 < took[0] < 3
-    assert sum(took[1:]) < 1.5
+    assert took[0] > 0.9
+    assert max(took[1:]) < 0.9
