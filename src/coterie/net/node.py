@@ -361,6 +361,11 @@ class Node:
         return {name: head for name in names if (head := found[name]) is not None}
 
     @property
+    def state(self) -> str:
+        """What this node does: "starting", "running" or "done"."""
+        return self._state
+
+    @property
     def federation(self) -> Federation:
         """This node's own rows."""
         return self._federation

@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from coterie._util import manifest
 from coterie._util.claims import claim_folder
@@ -21,6 +22,7 @@ from coterie.net.keeper import Keeper
 from coterie.net.log import Log, MetricsServer
 from coterie.net.node import Node
 from coterie.net.nodefile import NodeFile
+from coterie.net.status import NetworkStatus
 from coterie.results import stored_runs, summary
 from coterie.runtime import checkpoint
 from coterie.studies import config
@@ -103,7 +105,13 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
         stack.enter_context(claim_folder(own_folder))
         key = encode_public_key(own.key.public_key())
         audit = stack.enter_context(Audit(own_folder, own.name, roster.run, key, own.sign))
-        log.also = audit.record_event
+        status = NetworkStatus()
+
+        def record(event: str, level: str, details: dict[str, Any]) -> None:
+            audit.record_event(event, level, details)
+            status.note_event(event, level, details)
+
+        log.also = record
         _write_study_files(
             folder, config.format_study(study), json.dumps(describe_federation(federation))
         )
@@ -128,6 +136,8 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
         )  # fmt: skip
         # The stack closes in reverse order: the node before its transport.
         stack.callback(node.close)
+        stack.callback(status.close)
+        status.follow(node)
         if file.metrics_port:
             stack.callback(
                 MetricsServer(

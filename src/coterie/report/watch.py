@@ -20,6 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 from coterie._util.loopback import HOST, is_local_request
 from coterie.errors import ConfigError, DataError
 from coterie.report.data import build_empty_payload
+from coterie.report.network import render_networks
 from coterie.report.page import (
     build_data,
     encode_for_script,
@@ -27,9 +28,17 @@ from coterie.report.page import (
     render_overview,
     render_page,
 )
-from coterie.results.stored_runs import CONFIG, EDGES, FEDERATION, METRICS, PROVENANCE, load_runs
+from coterie.results.stored_runs import (
+    CONFIG,
+    EDGES,
+    FEDERATION,
+    METRICS,
+    NETWORK,
+    PROVENANCE,
+    load_runs,
+)
 
-WATCHED = (CONFIG, METRICS, EDGES, PROVENANCE, FEDERATION)
+WATCHED = (CONFIG, METRICS, EDGES, PROVENANCE, FEDERATION, NETWORK)
 
 
 class FolderFollower:
@@ -81,7 +90,7 @@ class FolderFollower:
             runs, data = [], {**build_empty_payload(self.folder), "notes": [str(error)]}
         return {
             "subtitle": format_subtitle(data),
-            "overview": render_overview(data, runs),
+            "overview": render_networks(self.folder) + render_overview(data, runs),
             "data": data,
         }
 

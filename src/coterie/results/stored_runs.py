@@ -36,6 +36,8 @@ CONFIG = "config.toml"
 
 
 FEDERATION = "federation.json"
+# Of a node between machines: its network as it is now.
+NETWORK = "network.json"
 
 
 @dataclass(frozen=True)

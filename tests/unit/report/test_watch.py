@@ -151,3 +151,24 @@ def test_a_taken_port_is_said_plainly(small):
         taken.listen()
         with pytest.raises(ConfigError, match="choose another --port"):
             WatchServer(small, port=taken.getsockname()[1])
+
+
+def test_a_nodes_network_is_followed_before_its_first_round_and_after(tmp_path, small):
+    """The page of a node that waits for the others shows whom it waits for; news come when the file changes."""
+    member = {"name": "hungary", "here": False, "since": 0, "seconds": 1.5, "slow": False,
+              "refused": {"signature": 2}, "days": 12}  # fmt: skip
+    own = {**member, "name": "cleveland", "here": True, "since": None, "refused": {}}
+    found = {"node": "cleveland", "run": "hearts", "roster": 2, "state": "waiting", "round": -1,
+             "min_peers": 1, "time": 0, "members": [own, member]}  # fmt: skip
+    folder = tmp_path / "hearts" / "DAC" / "seed-0"
+    folder.mkdir(parents=True)
+    (folder / "network.json").write_text(json.dumps(found))
+    follower = FolderFollower(tmp_path)
+    message = follower.load_message()
+    assert "<h2>The network</h2>" in message["overview"]
+    assert "Fewer than 1 other members are here" in message["overview"]
+    assert "2 signature" in message["overview"]
+    (folder / "network.json").write_text(json.dumps({**found, "state": "running", "round": 30}))
+    assert follower.load_message()["signature"] != message["signature"]
+    assert "running, round 30" in follower.load_message()["overview"]
+    assert "The network" not in FolderFollower(small).load_message()["overview"]
