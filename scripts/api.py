@@ -33,6 +33,7 @@ SECTIONS = {
         "make_study",
         "run_study",
         "resume_study",
+        "resume_plan",
         "run_sweep",
         "Study",
         "StudyConfig",

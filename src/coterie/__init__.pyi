@@ -40,5 +40,6 @@ from coterie.studies.run import Study as Study
 from coterie.studies.run import resume_study as resume_study
 from coterie.studies.run import run_study as run_study
 from coterie.studies.sweep import run_sweep as run_sweep
+from coterie.studies.tune import resume_plan as resume_plan
 
 __version__: str

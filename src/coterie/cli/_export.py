@@ -1,6 +1,7 @@
 """The command export, which writes trained models for other programs."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -96,13 +97,54 @@ def export_models(
         raise ConfigError(
             f"this run has {len(clients)} clients: {few}; choose one with --client, or give --all"
         )
-    files = _choose_files(models, clients, out, all_, FORMATS[chosen])
-    _write_models(models, clients, files, chosen, which, run, force, adapter, data)
+    frozen = []
     if adapter and all_ and models.fixed:
+        frozen.append((out or Path("models")) / f"{_FROZEN}{FORMATS[chosen]}")
+    files = _choose_files(models, clients, out, all_, FORMATS[chosen], {_FROZEN} if frozen else ())
+    # All files first: nothing is written when one of them is in the way.
+    _require_writable([*files, *frozen], force)
+    export = _Export(models, chosen, which, _find_study_name(run), force, adapter, data)
+    for name, path in zip(clients, files, strict=True):
+        export.write_client(name, path)
+    for path in frozen:
+        export.write_frozen(path)
+
+
+_FROZEN = "frozen"  # the file of the weights that all clients share, which no client's may replace
+
+
+@dataclass(frozen=True)
+class _Export:
+    """What is the same for the files of all clients: the options of the command."""
+
+    models: Any
+    format: Any
+    which: Any
+    study: str
+    force: bool
+    adapter: bool
+    data: str | None
+
+    def write_client(self, client: str | int, path: Path) -> None:
+        from coterie.results.export import export_model
+
+        export_model(
+            self.models,
+            client,
+            path,
+            format=self.format,
+            which=self.which,
+            study=self.study,
+            force=self.force,
+            adapter=self.adapter,
+            samples=None if self.data is None else _load_samples(self.data, self.models, client),
+        )
+        typer.echo(f"{to_one_line(str(self.models.client_name(client)))}: {show_path(path)}")
+
+    def write_frozen(self, path: Path) -> None:
         from coterie.results.export import export_frozen
 
-        path = (out or Path("models")) / f"frozen{FORMATS[chosen]}"
-        export_frozen(models, path, format=chosen, force=force)
+        export_frozen(self.models, path, format=self.format, force=self.force)
         typer.echo(f"the frozen weights of all: {show_path(path)}")
 
 
@@ -123,21 +165,8 @@ def _load_samples(data: str, models: Any, client: str | int) -> Any:
     return read_inputs(federation.x[number][federation.split[number] >= 0][:16])
 
 
-def _write_models(
-    models: Any,
-    clients: Sequence[str | int],
-    files: Sequence[Path],
-    format_: str,
-    which: str,
-    run: Path,
-    force: bool,
-    adapter: bool,
-    data: str | None,
-) -> None:
-    """Write every file, or none when one of them exists or cannot be written."""
-    from coterie.results.export import export_model as write
-
-    # All files first: nothing is written when one of them is in the way.
+def _require_writable(files: Sequence[Path], force: bool) -> None:
+    """Refuse to write when one of the files exists or cannot be written."""
     for path in files:
         prepare_file(path)
     there = [path for path in files if path.exists()]
@@ -146,19 +175,6 @@ def _write_models(
             f"{show_path(there[0])} exists; choose another place with --out, or replace it with "
             "--force"
         )
-    for name, path in zip(clients, files, strict=True):
-        write(
-            models,
-            name,
-            path,
-            format=format_,  # type: ignore[arg-type]
-            which=which,  # type: ignore[arg-type]
-            study=_find_study_name(run),
-            force=force,
-            adapter=adapter,
-            samples=None if data is None else _load_samples(data, models, name),
-        )
-        typer.echo(f"{to_one_line(str(models.client_name(name)))}: {show_path(path)}")
 
 
 def _find_run_folder(folder: Path, method: str | None, seed: int | None) -> Path:
@@ -202,12 +218,17 @@ def _find_study_name(run: Path) -> str:
 
 
 def _choose_files(
-    models: Any, clients: Sequence[str | int], out: Path | None, all_: bool, ending: str
+    models: Any,
+    clients: Sequence[str | int],
+    out: Path | None,
+    all_: bool,
+    ending: str,
+    reserved: Collection[str],
 ) -> list[Path]:
     """Return the file of each client: the given one, or one named after the client."""
     if out is not None and not all_:
         return [out / f"{_make_file_name(clients[0])}{ending}" if out.is_dir() else out]
-    folder, taken = (out or Path("models")) if all_ else Path(), set()
+    folder, taken = (out or Path("models")) if all_ else Path(), set(reserved)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
             f"--out is {show_path(folder)}, a file; with --all expected a folder: choose another"
@@ -215,7 +236,8 @@ def _choose_files(
     files = []
     for client in clients:
         name = _make_file_name(client)
-        if name.casefold() in taken:  # two names that differ in signs that no file has, or in case
+        # Two names may differ in case, or in signs that no file has.
+        while name.casefold() in taken:
             name = f"{name}-{models.spec.ids[models.find_row(client)]}"
         taken.add(name.casefold())
         files.append(folder / f"{name}{ending}")

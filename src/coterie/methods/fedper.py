@@ -9,6 +9,7 @@ from itertools import chain
 from typing import ClassVar, final
 
 from coterie._util.settings import NonNegativeInt
+from coterie.errors import ConfigError
 from coterie.exchange.base import Inbox
 from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Round, State
@@ -21,8 +22,17 @@ from coterie.models.part import match_patterns
 
 
 def head_tensors(layout: Layout, layers: int) -> tuple[str, ...]:
-    """Return the tensors of the last layers with trained parameters, with running statistics."""
+    """Return the tensors of the last layers with trained parameters, with running statistics.
+
+    Raises:
+        ConfigError: when the model has fewer layers.
+    """
     found = list(layout.layer_tensors().values())
+    if layers > len(found):
+        raise ConfigError(
+            f"personal_layers is {layers}, and the model has {len(found)} with trained parameters; "
+            f"expected at most {len(found)}"
+        )
     return tuple(chain.from_iterable(found[len(found) - layers :]))
 
 

@@ -298,8 +298,17 @@ def load_engine(folder: Path) -> dict[str, Any]:
 
 def load_engine_reason(folder: Path) -> str:
     """Return why a stored run has its engine; "" where it did not note that."""
+    return _load_engine_note(folder, "reason")
+
+
+def load_engine_name(folder: Path) -> str:
+    """Return the engine that trained a stored run; "" where it did not note that."""
+    return _load_engine_note(folder, "name")
+
+
+def _load_engine_note(folder: Path, key: str) -> str:
     try:
-        return str(json.loads((folder / PROVENANCE).read_text("utf-8"))["engine"]["reason"])
+        return str(json.loads((folder / PROVENANCE).read_text("utf-8"))["engine"][key])
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

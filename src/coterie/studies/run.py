@@ -396,7 +396,8 @@ def _do_runs(
     left = [job for job in left if job not in taken]
     if len(left) < len(jobs):
         sources = Counter(str(source.parent.parent) for source in taken.values())
-        notify(FoundRuns(len(jobs), len(jobs) - len(left), sources))
+        engines = {checkpoint.load_engine_name(source) for source in taken.values()} - {""}
+        notify(FoundRuns(len(jobs), len(jobs) - len(left), sources, engines))
     # Repeated, since a run that another process began and left is taken over here.
     while waiting := [job for job in left if not find_owner(run_folder(folder, job))]:
         crew = min(workers, len(waiting))
@@ -489,7 +490,7 @@ def resume_study(
 
     `folder` is what `coterie run` named at its end, or when it was interrupted; the other arguments
     are those of `run_study`: a study with its own data or module needs `federation` or `model`
-    again.
+    again. `resume_plan` continues sweeps and tunings too.
 
     Raises:
         ConfigError: when there is no study in the folder, or a package that has one of its methods

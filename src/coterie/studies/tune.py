@@ -37,8 +37,17 @@ from coterie.studies import config
 from coterie.studies.config import StudyConfig
 from coterie.studies.definition import is_label, match_methods
 from coterie.studies.inputs import FederationSource, StudyInputs
-from coterie.studies.run import FoundRuns, FoundTable, Job, list_jobs, run_folder, run_studies
-from coterie.studies.sweep import Plan, format_setting
+from coterie.studies.run import (
+    FoundRuns,
+    FoundTable,
+    Job,
+    Study,
+    list_jobs,
+    load_stored_study,
+    run_folder,
+    run_studies,
+)
+from coterie.studies.sweep import Plan, format_setting, run_sweep
 
 TUNING = "tuning.json"
 """The file of a study of trials with what was asked for."""
@@ -526,3 +535,46 @@ def _apply_choices(study: StudyConfig, choices: Sequence[Choice]) -> StudyConfig
     for choice in choices:
         study = _apply_point(study, choice.label, choice.point)
     return replace(study, name=f"{study.name}-tuned", tune={})
+
+
+def resume_plan(
+    folder: str | Path,
+    *,
+    data_dir: str | Path | None = None,
+    workers: int = 1,
+    federation: FederationSource | None = None,
+    model: ModelSource | None = None,
+    observer: Callable[[Any], None] | None = None,
+    notes: Callable[[Note | FoundRuns | FoundTable], None] | None = None,
+    over: FanOut | None = None,
+) -> tuple[Study, ...] | TuningResult:
+    """Continue what is in a folder: a study, a sweep or a tuning, as `coterie resume` does.
+
+    Args:
+        folder: of a study, a sweep or trials, or of one of their runs.
+        data_dir: as in `run_study`, like all that follow.
+        workers: processes.
+        federation: the data, again where they were given from Python.
+        model: the module, again where it was given from Python.
+        observer: is called after each round; of a tuning with each trial.
+        notes: is called with what is found and begun.
+        over: runs the runs instead of processes of this machine.
+
+    Returns:
+        The studies, of which a sweep over the data or the model has several; the choices of a
+        tuning.
+
+    Raises:
+        ConfigError: when there is no plan in the folder.
+    """
+    study, out = load_stored_study(folder, to_run=True)
+    if study.trials_of:
+        tuned, asked = load_request(out / study.name)
+        return tune_study(
+            tuned, **asked, out=out, data_dir=data_dir, workers=workers, federation=federation,
+            model=model, observer=observer, notes=notes, over=over,
+        )  # fmt: skip
+    return run_sweep(
+        study, out=out, data_dir=data_dir, workers=workers, federation=federation, model=model,
+        observer=observer, notes=notes, over=over,
+    )  # fmt: skip

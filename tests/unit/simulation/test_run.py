@@ -64,6 +64,7 @@ def test_clients_that_diverged_are_counted(run):
         "simulate",
         "run_study",
         "resume_study",
+        "resume_plan",
         "run_sweep",
         "make_study",
     ],

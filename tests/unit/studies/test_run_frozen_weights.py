@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from coterie import LocalTraining, load_models
 from coterie.cli.app import app
-from coterie.errors import CheckpointError
+from coterie.errors import CheckpointError, ConfigError
 from coterie.results.export import export_frozen, export_model
 from coterie.runtime import _frozen, models
 from coterie.studies import config
@@ -262,3 +263,29 @@ def test_all_adapters_and_the_frozen_weights_once(done: Path, tmp_path: Path) ->
     with pytest.raises(SystemExit, match="0"):
         app(["export", str(runs(done)[0]), "--client", "0", "--adapter", "--out", one])
     assert (tmp_path / "x").stat().st_size < FROZEN / 10
+
+
+def test_clients_named_like_the_file_of_the_frozen_weights(tmp_path: Path) -> None:
+    from coterie import FedAvg, simulate
+
+    names = ("Frozen", "frozen-0", "a/b", "a_b", "A_B", "e")
+    data = replace(tiny_federation(), client_names=names)
+    local = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1)
+    settings = tiny_settings(rounds=1, dtype="float32", engine="loop", local=local)
+    simulate(data, FedAvg(), model=Pretrained, settings=settings, folder=tmp_path / "run")
+    out = tmp_path / "models"
+    call = ["export", str(tmp_path / "run"), "--all", "--adapter", "--out", str(out)]
+    with pytest.raises(SystemExit, match="0"):
+        app(call)
+    found = {path.stem for path in out.iterdir()}
+    assert found == {"frozen", "Frozen-0", "frozen-0-1", "a_b", "a_b-3", "A_B-4", "e"}
+    assert set(load_file(out / "frozen.safetensors")) == {
+        f"body.{layer}.{kind}" for layer in (0, 2) for kind in ("weight", "bias")
+    }
+    # The file of the frozen weights alone is in the way: no other is written.
+    for path in out.iterdir():
+        if path.stem != "frozen":
+            path.unlink()
+    with pytest.raises(ConfigError, match=r"frozen\.safetensors exists"):
+        app(call)
+    assert [path.name for path in out.iterdir()] == ["frozen.safetensors"]

@@ -14,6 +14,7 @@ from coterie.simulation.workers import fan_out
 from coterie.studies import config
 from coterie.studies.run import FoundRuns, load_stored_study, run_study
 from coterie.studies.sweep import expand_sweep, join_summaries, load_sweep_results, run_sweep
+from coterie.studies.tune import resume_plan
 from coterie.testing import tiny_federation
 
 STUDY = """
@@ -181,7 +182,7 @@ def test_a_sweep_that_is_stopped_in_its_first_run_goes_on_by_its_folder(tmp_path
         run_sweep(study, out=tmp_path, observer=stop)
     found, out = load_stored_study(tmp_path / "tiny", to_run=True)
     assert (found, out) == (study, tmp_path)
-    done = run_sweep(found, out=out)
+    done = resume_plan(tmp_path / "tiny")
     assert [len(one.summary["timing"]) for one in done] == [2, 2]
 
 

@@ -122,7 +122,8 @@ GRID = {"lr": [0.001, 0.003, 0.009]}
 @pytest.mark.full
 def test_tuning_goes_on_after_a_stop_with_the_trials_that_have_ended(study, tmp_path, stopped):
     notes = []
-    again = tune.tune_study(study, GRID, widenings=0, out=tmp_path, notes=notes.append)
+    again = tune.resume_plan(tmp_path / "small-trials", notes=notes.append)
+    assert isinstance(again, tune.TuningResult)
     assert [str(note) for note in notes if isinstance(note, FoundRuns)] == ["3 of 6 runs are there"]
     whole = tune.tune_study(study, GRID, widenings=0)
     assert sorted(again.trials, key=str) == sorted(whole.trials, key=str)
