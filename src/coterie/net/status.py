@@ -108,6 +108,8 @@ class NetworkStatus:
             while not self._stop.is_set():
                 self.write(node)
                 self._stop.wait(_EVERY)
+            # The page of a run that is over shows its end, not the last look before it.
+            self.write(node)
 
         self._thread = threading.Thread(
             target=write_now_and_then, name="coterie-status", daemon=True

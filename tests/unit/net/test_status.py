@@ -106,9 +106,12 @@ def test_it_follows_the_node_until_it_is_closed(node, monkeypatch):
             if (node.folder / NETWORK).exists():
                 break
             status._stop.wait(0.01)
+        monkeypatch.setattr("coterie.net.status._EVERY", 60.0)
+        status._stop.wait(0.05)
+        node._state = "done"
     finally:
         status.close()
-    assert (node.folder / NETWORK).exists()
+    assert json.loads((node.folder / NETWORK).read_text())["state"] == "done", "its end, too"
     assert status._thread is not None
     assert not status._thread.is_alive()
 
