@@ -229,13 +229,15 @@ def divide_resource(machines: Sequence[float], blocks: int, most: float) -> floa
     """
     # The best share fills some machine exactly, so size / count are the only candidates.
     sizes = {most, *(size / count for size in machines for count in range(1, blocks + 1))}
-    fits = [
-        one
-        for one in sizes
+    best = 0.0
+    for one in sizes:
+        if not best < one <= most:
+            continue
         # 1e-9: rounding must not turn 2 / (2 / 3) into less than 3 places.
-        if 0 < one <= most and sum(int(size / one + 1e-9) for size in machines) >= blocks
-    ]
-    return max(fits, default=0)
+        places = sum(int(size / one + 1e-9) for size in machines)
+        if places >= blocks:
+            best = one
+    return best
 
 
 @contextmanager

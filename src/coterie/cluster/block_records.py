@@ -145,8 +145,9 @@ def _concatenate_rows(
     """Return the rows of all blocks; those with fewer slots get unused ones."""
     known = next(part for part in parts if part is not None)
     # Blocks lack a name only in "undefined" calls: none of their clients is without a value there.
-    found = [
-        known.new_zeros((len(entry.ids), *known.shape[1:])) if part is None else part
-        for part, entry in zip(parts, entries, strict=True)
-    ]
+    found = []
+    for part, entry in zip(parts, entries, strict=True):
+        if part is None:
+            part = known.new_zeros((len(entry.ids), *known.shape[1:]))
+        found.append(part)
     return concatenate_rows(name, found) if entries[0].kind == "edges" else torch.cat(found)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from coterie.models.draws import splitmix
 
+# One half of 64 random bits: the Box-Muller transform takes a radius and an angle.
 _WORD = (1 << 32) - 1
 
 

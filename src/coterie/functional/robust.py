@@ -220,6 +220,7 @@ class GeometricMedian(Configurable):
             around = squares - 2 * products @ weights + weights @ products @ weights
             new = 1 / around.clamp(min=0).sqrt().clamp(min=least)
             new = new / new.sum()
+            # Weights add to 1, and numbers of float32 do not show a change of 1e-12 of them.
             if float((new - weights).abs().max()) < 1e-12:
                 break
             # From a model itself its weight would stay 1: the first step is among the others.

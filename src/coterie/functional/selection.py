@@ -101,6 +101,8 @@ def sample_peers_quickly(
     if not count:
         return torch.zeros(len(mass), 0, dtype=torch.int64), torch.ones(len(mass), dtype=torch.bool)
     ratio = (draws / mass).masked_fill_(~allowed, torch.inf)
+    # u / p orders nearly as the score does. A few more than are wanted hold all chosen ones nearly
+    # always; for which clients they certainly do is found below.
     few, at = ratio.topk(min(count + 4, population), dim=1, largest=False)
     # In the order of ids, so that the stable sort gives ties to the lowest id.
     at = at.sort(dim=1).values

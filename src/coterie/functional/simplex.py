@@ -327,6 +327,7 @@ def gradient_points(
     # The solver "full" draws nothing at random.
     scores = PCA(topics, svd_solver="full").fit_transform(gradients.double().numpy())
     components = torch.from_numpy(np.ascontiguousarray(scores))
+    # Not from 0: a simplex of size 0 is a single point.
     totals = np.linspace(1e-4, 1, 1000)
     candidates = (project_on_simplex(components, float(total)) / total for total in totals)
     # `min` returns the first of equal ones.

@@ -196,7 +196,9 @@ class KeyedDraws(TorchDispatchMode):
         digits = 24
         if dtype == torch.float64:
             digits = 31
+        # 31 and not 53: both numbers come from one draw of 64 bits, and must share none.
         mask, bits = (1 << digits) - 1, self.bits(shape)
+        # Of (0, 1]: the logarithm of 0 would be infinite.
         first = ((bits & mask) + 1).to(dtype) * 2.0**-digits
         angle = ((bits >> 32) & mask).to(dtype) * (2 * math.pi * 2.0**-digits)
         return (-2 * first.log()).sqrt() * angle.cos()

@@ -92,6 +92,7 @@ def _require_equal(
             "federation "
             "again from the data"
         )
+    # All targets are compared, and inputs up to so many numbers.
     few = slice(max(1, _MAX_INPUTS // max(1, math.prod(x.shape[1:]))))
     if len(used) and not _equal_inputs(samples, used[few], x[few]):
         raise TranslationError(

@@ -293,10 +293,11 @@ class PlainOptimizer:
         if local.custom_optimizer:
             parameters = [nn.Parameter(one) for one in tensors]
             self.tensors = list(parameters)
-            arguments = {
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in local.optimizer_arguments.items()
-            }
+            arguments = dict(local.optimizer_arguments)
+            for name, value in arguments.items():
+                # Study files have lists where torch.optim has pairs, such as betas.
+                if isinstance(value, list):
+                    arguments[name] = tuple(value)
             kind = import_object(local.custom_optimizer, "optimizer")
             self.own = kind(parameters, lr=local.lr, **arguments)
 

@@ -27,6 +27,7 @@ def compare_random_loss(plain: PlainModule, ours: TrainedSide, rows: Tensor, lim
     x, y, found = ours.inputs()[0], ours.targets()[0], ours.evaluate(rows)[0]
     plain.load(ours.task.layout, rows[0])
     name = "evaluation loss"
+    # The deviation of sixteen draws is known to a fifth.
     draws = torch.stack(
         [plain.evaluate(ours.federation, x, y, seed)[name] for seed in range(16)]
     ).double()
@@ -58,17 +59,20 @@ def compare_draws(
     x, y = ours.inputs()[0], ours.targets()[0]
     plain.load(layout, row)
     toward = plain.train(federation, x, y, mode=False)
+    # Each draw is a step: of slow and of large modules there are fewer, of fewer samples.
     slow = slow or layout.size > MANY_PARAMS >> 6
     few = max(2, len(x) // 8) if slow else len(x)
     own = read_inputs(federation.x)
     federation = strip_federation(federation, own[:1, :few], federation.y[:1, :few])
     number, gap, count = 12 if slow else 32, None, 0
     for attempt, (count, errors) in enumerate(((number, 5.0), (4 * number, 6.0))):
+        # Seeds 0 and 1 have shown that the module is random; attempts share no draw.
         seeds = range(2 + 1000 * attempt, 2 + 1000 * attempt + count)
         theirs = [
             _summarize(plain.train(federation, x[:few], y[:few], seed), toward) for seed in seeds
         ]
         mine = list[Values]()
+        # As many copies at once as have the numbers of one large model.
         size = max(1, min(count, MANY_PARAMS // layout.size))
         for start in range(0, count, size):
             many = min(size, count - start)

@@ -56,14 +56,13 @@ class TrainedSide:
         layout = self.task.layout
         outputs = self.task.engine.forward(rows, self.inputs(), layout.zero_inputs(len(rows)))
         loss, *score = self.task.evaluator.evaluate_split(rows, "train").values()
-        return [
-            {
-                "evaluation outputs": outputs[row],
-                "evaluation loss": loss[row],
-                **({"evaluation score": score[0][row]} if score else {}),
-            }
-            for row in range(len(rows))
-        ]
+        found = []
+        for row in range(len(rows)):
+            values = {"evaluation outputs": outputs[row], "evaluation loss": loss[row]}
+            if score:  # of a loss that is its own metric there is none
+                values["evaluation score"] = score[0][row]
+            found.append(values)
+        return found
 
     def step(
         self,

@@ -121,6 +121,7 @@ def _compare_scores(
 def _score(plain: PlainModule, federation: Federation, test: TestSet) -> dict[str, float]:
     """Return the loss and its metric over a test set."""
     x, y = plain.inputs(federation, read_inputs(test.x)), plain.targets(test.y)
+    # In pieces: the activations of a whole test set may not fit into memory.
     values = plain.evaluate(federation, x, y, pieces=256)
     names = {"evaluation loss": LOSS.name, "evaluation score": plain.loss.metric or ""}
     return {names[name]: float(value) for name, value in values.items() if name in names}

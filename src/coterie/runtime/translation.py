@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +338,7 @@ class _Comparison:
         jumps. At weights a thousandth away none may stand there, and a fault still shows.
         """
         first: _Gap | None = None
+        # Twice, since a gate may stand at its edge there too.
         for size in (0.0, 1e-3, 1e-3):
             at = self.shake(rows, size) if size else rows
             seen: dict[str, float] = {}
@@ -345,11 +347,9 @@ class _Comparison:
             gaps = [gap for a, b in pairs for gap in find_gaps(a, b, self.limit, None, seen)]
             if gaps:
                 moved = self.run_plain(self.shake(at, self.unit), training=training)
-                gaps = [
-                    gap
-                    for (a, b), c in zip(pairs, moved, strict=True)
-                    for gap in find_gaps(a, b, self.limit, c, seen)
-                ]
+                gaps = []
+                for (a, b), c in zip(pairs, moved, strict=True):
+                    gaps += find_gaps(a, b, self.limit, c, seen)
             if not gaps:
                 for kind, size in seen.items():
                     self.compared[kind] = max(self.compared.get(kind, 0.0), size)
@@ -501,6 +501,7 @@ class _Comparison:
         expected = (at - rows)[:, : layout.trainable]
         gap = ((after - at)[:, : layout.trainable] * clear).abs()
         scale = float(expected.abs().max())
+        # What is compared are differences of weights, which round as the weights do.
         limit = max(1e-3, self.limit) * scale + 4 * torch.finfo(rows.dtype).eps * float(
             rows.abs().max()
         )
@@ -528,11 +529,10 @@ def _trace_layers(module: nn.Module, run: Callable[[], Any]) -> dict[str, tuple[
                 path, (type(part).__name__, args[0].clone().float(), out.clone().float())
             )
 
-    handles = [
-        part.register_forward_hook(lambda part, args, out, path=path: note(path, part, args, out))
-        for path, part in module.named_modules()
-        if path
-    ]
+    handles = []
+    for path, part in module.named_modules():
+        if path:  # not the module itself
+            handles.append(part.register_forward_hook(partial(note, path)))
     try:
         run()
     finally:

@@ -200,6 +200,7 @@ def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
     most = min(
         task.population, len(task), max(4, _TRIAL_BYTES // (task.layout.size * task.dtype.itemsize))
     )
+    # Eight above the largest limit: the smaller population is then above it too.
     larger = min(max([16, *limits]) + 8, most)
     # Two members apart, so that growth by every member shows.
     sizes = max(1, larger - 2), larger
@@ -291,6 +292,7 @@ def _parse_numbers(path: Path) -> dict[str, int]:
 def _iterate_system_limits() -> Iterator[int]:
     table = _parse_numbers(Path("/proc/meminfo"))
     if "MemAvailable" in table:
+        # In units of 1,024 bytes. Not what is free: the kernel gives up caches when it must.
         yield table["MemAvailable"] * 1024
 
 
@@ -330,6 +332,7 @@ def _iterate_process_limits() -> Iterator[int]:
     for kind, name in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
         soft = resource.getrlimit(kind)[0]
         if soft != resource.RLIM_INFINITY and name in used:
+            # /proc counts in units of 1,024 bytes, limits are in bytes.
             yield soft - used[name] * 1024
 
 

@@ -19,6 +19,7 @@ from coterie.engine.optim import GRADIENT_ONLY, LocalTraining
 from coterie.models.layout import Layout
 
 _ROUNDING = 8  # times the loop engine's own rounding that a program may differ from it
+# Of the largest entry, in addition to that: far above what sums round, far below a wrong formula.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 
 

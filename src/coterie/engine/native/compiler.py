@@ -128,6 +128,7 @@ def load(text: str, flags: tuple[str, ...] = ()) -> tuple[ctypes.CDLL, float]:
     library = cache_folder() / "compiled" / f"{key}.so"
     seconds = 0.0
     try:
+        # For this user alone from the start: what others can write to is refused in the next line.
         library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(library.parent)
         if not _trusted(library):
@@ -148,6 +149,7 @@ def _check_private(path: Path) -> None:
     if os.name != "posix":
         return
     found = path.stat()
+    # 0o022: the group, or everybody, may write.
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise CompilerError(
             f"{path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; "
@@ -188,6 +190,7 @@ def _compile(text: str, library: Path, flags: tuple[str, ...]) -> None:
         if done.returncode or not built.exists():
             first = (done.stderr.strip().splitlines() or ["no message"])[0]
             raise CompilerError(f"the C++ compiler failed: {first}")
+        # The compiler gave it the modes of the umask, which may let a group write.
         built.chmod(0o600)
         digest = _digest_of(built)
         # The digest comes last: a process that ends before it leaves a program that is not trusted,

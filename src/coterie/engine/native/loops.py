@@ -581,6 +581,7 @@ class Program:
 
     def bytes_of(self, buffer: Buffer, samples: int) -> int:
         """Return the bytes of a buffer."""
+        # "I" are places in windows, as wide as numbers, so that vectors of both have as many lanes.
         width = {"T": self.number_bytes, "I": self.number_bytes, "int64_t": 8, "uint8_t": 1}[
             buffer.type
         ]

@@ -416,6 +416,7 @@ class Lowering:
         )
 
     def _op_softplus_backward(self, g: Value, x: Value, beta: Number, threshold: Number) -> Value:
+        # Above the threshold the function is x itself, in PyTorch too, and its slope 1.
         text = "chosen({1} * {2} > {3}, {0}, {0} * sigmoid({1} * {2}))"
         return self._map(text.format, g, x, _real(beta), _real(threshold), cost=12)
 
@@ -503,6 +504,7 @@ class Lowering:
         self, g: Value, a: Value, b: Value, reduction: int, delta: Number
     ) -> Value:
         _each(reduction)
+        # The slope of the square, cut off at those of the two lines.
         text = "({0} * chosen({1} - {2} < -{3}, -{3}, chosen({1} - {2} > {3}, {3}, {1} - {2})))"
         return self._map(text.format, g, a, b, _real(delta), cost=8)
 
@@ -1506,10 +1508,11 @@ class Lowering:
         parts = self._grouped(x, groups)
         mean, variance = self._moments(parts, [2, 3])
         scale = self._scale(variance, eps)
-        own = [
-            None if p is None else self._shaped(p, [1, groups, p.shape[0] // groups, 1])
-            for p in (weight, bias)
-        ]
+        own: list[Value | None] = []
+        for p in (weight, bias):
+            if p is not None:
+                p = self._shaped(p, [1, groups, p.shape[0] // groups, 1])
+            own.append(p)
         y = self._normalized(
             parts, self._of_channels(mean, parts), self._of_channels(scale, parts), *own
         )

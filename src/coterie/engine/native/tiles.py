@@ -53,11 +53,11 @@ def iterate_training_tiles(work: TrainingWork) -> Iterator[Tile]:
     # Whole clients where they fit, and parts of the training of a few where they do not.
     clients = max(min(_MIN_CLIENTS, room), room // max(1, work.num_steps))
     steps = max(1, room // clients)
-    parts = [
-        (slice(start, start + clients), slice(first, min(first + steps, work.num_steps)))
-        for start in range(0, len(work.batch_sizes), clients)
-        for first in range(0, work.num_steps, steps)
-    ]
+    parts = []
+    for start in range(0, len(work.batch_sizes), clients):
+        for first in range(0, work.num_steps, steps):
+            part = slice(first, min(first + steps, work.num_steps))
+            parts.append((slice(start, start + clients), part))
     inside = torch.arange(width) < work.batch_sizes[:, :, None]
     yield from _read_tiles(work.samples, work.sample_indices, inside, parts)
 
