@@ -38,7 +38,8 @@ def export_models(
         typer.Option(
             "--format",
             "-f",
-            help="safetensors, pt or onnx; by default that of the name of --out, else safetensors.",
+            help="safetensors, pt, onnx, or peft (a folder with the adapter); by default that of the "
+            "name of --out, else safetensors.",
         ),
     ] = None,
     which: Annotated[
@@ -82,10 +83,13 @@ def export_models(
     from coterie.results.export import FORMATS, choose_format
     from coterie.runtime.models import Which, load_models
 
-    if format_ is not None and format_ not in FORMATS:
-        raise ConfigError(describe_unknown("--format", format_, FORMATS))
+    if format_ is not None and format_ not in (*FORMATS, "peft"):
+        raise ConfigError(describe_unknown("--format", format_, [*FORMATS, "peft"]))
+    folders = format_ == "peft"
+    require(not (folders and adapter), "--adapter", True, "no --format peft with it, which is one")
     # With --all the name is that of a folder, which may have a dot in it.
-    chosen = choose_format(None if all_ else out, format_)  # type: ignore[arg-type]
+    named = None if all_ or folders else out
+    chosen = choose_format(named, None if folders else format_)  # type: ignore[arg-type]
     require(which in get_args(Which), "--which", which, "evaluated, best_val or final")
     run = _find_run_folder(folder, method, seed)
     models = load_models(run, model=model)
@@ -97,6 +101,10 @@ def export_models(
         raise ConfigError(
             f"this run has {len(clients)} clients: {few}; choose one with --client, or give --all"
         )
+    if folders:
+        files = _choose_files(models, clients, out, all_, "", ())
+        _write_folders(models, clients, files, which, force, data)
+        return
     frozen = []
     if adapter and all_ and models.fixed:
         frozen.append((out or Path("models")) / f"{_FROZEN}{FORMATS[chosen]}")
@@ -175,6 +183,29 @@ def _require_writable(files: Sequence[Path], force: bool) -> None:
             f"{show_path(there[0])} exists; choose another place with --out, or replace it with "
             "--force"
         )
+
+
+def _write_folders(
+    models: Any,
+    clients: Sequence[str | int],
+    folders: Sequence[Path],
+    which: str,
+    force: bool,
+    data: str | None,
+) -> None:
+    """Write a folder of peft for each client."""
+    from coterie.results.adapter_folder import export_adapter_folder
+
+    there = [path for path in folders if path.exists()]
+    if there and not force:
+        raise ConfigError(
+            f"{show_path(there[0])} exists; choose another place with --out, or replace it with "
+            "--force"
+        )
+    for name, path in zip(clients, folders, strict=True):
+        samples = None if data is None else _load_samples(data, models, name)
+        export_adapter_folder(models, name, path, which=which, force=force, samples=samples)  # type: ignore[arg-type]
+        typer.echo(f"{to_one_line(str(models.client_name(name)))}: {show_path(path)}")
 
 
 def _find_run_folder(folder: Path, method: str | None, seed: int | None) -> Path:

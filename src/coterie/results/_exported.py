@@ -55,7 +55,7 @@ def check_exported(
     except ModelError:  # the module was given from Python and is not here: its weights are right
         return
     if samples is None:
-        samples = _draw_samples(models)
+        samples = draw_samples(models)
     args, named = models.make_forward_arguments(samples, module)
     select = OutputConversion(models.spec.output)
 
@@ -97,7 +97,7 @@ def _compare_tensors(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) 
             )
 
 
-def _draw_samples(models: Models) -> Tensor:
+def draw_samples(models: Models) -> Tensor:
     """Draw inputs: bytes of images, codes 0 of whole numbers, and normal numbers."""
     inputs, stream = models.spec.inputs, Rng(0).generator(_PURPOSE)
     shape = (_DRAWN, *inputs.features)
