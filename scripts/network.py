@@ -195,7 +195,7 @@ def waited(found: Results) -> str:
         for share, end in zip(r["percent_of_a_core"], r["parts"], strict=True)
     )
     return (
-        f"A node waits for the {r['members'] - 1} other members of its roster, of whom none is there. It takes "
+        f"A node waits for the {r['members'] - 1} other members of its roster, and none of them is there. It takes "
         f"{r['percent_in_all']:g} % of a core in the first {r['seconds']:g} s ({parts})."
     )
 

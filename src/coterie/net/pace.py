@@ -3,10 +3,11 @@
 A member has the median of its own newest times, with a floor and a cap, so that nobody makes a node
 wait longer for others. A member that has not reached a round says so before the asker's patience
 ends, and is asked again; one that holds its answer for longer, or whose own median is a multiple of
-the others', is slow: it is left out for 4, 16, 64, ... rounds, and after them waited for only as
-long as for the others.
+the others', is slow: it is left out for 4, 16, 64, ... rounds. Then it is tried: silent it may be
+for as long as the others need, and it may be a little late, as it was left behind.
 """
 
+import math
 import statistics
 import threading
 from collections import deque
@@ -26,6 +27,9 @@ _LEAST = 0.05
 # floor, since each node that meets a slow one late makes all others wait once; unless the others
 # need a tenth of it, as on a machine with too much to do.
 _START, _FIRST_SHARE, _FIRST_ROOM = 5, 1 / 3, 10.0
+# A member that was slow is behind, because nobody has waited for it: it is given time to come, for
+# so many times what the others take, or this node's training twice, or so many seconds.
+_TRIAL, _TRIAL_ROUNDS, _TRIAL_LEAST = 10.0, 2, 0.5
 # A share of the patience. An honest member has said at WAIT of it that its message is not ready;
 # half of what is left then is for the way of that answer.
 _HELD = (1 + WAIT) / 2
@@ -131,14 +135,17 @@ class Pace:
                 floor = max(_FIRST_SHARE * floor, min(floor, _FIRST_ROOM * others))
             wanted = max(floor, _ROOM * others, _ROOM * own)
             if member.strikes:
-                # While the others are waited for, and no longer: its trials must cost nothing.
+                # Its trials must cost next to nothing.
                 wanted = max(_LEAST, others)
         # Half, so that a member that waited for a slow one itself can still come in time.
         return min(deadline / 2, wanted)
 
-    def is_trusted(self, peer: str) -> bool:
-        """Return whether a member is asked again when it says that it is not ready."""
-        return bool(self.floor) and not self._members.setdefault(peer, _Member()).strikes
+    def trial_seconds(self, peer: str) -> float:
+        """Return how long a member may say that it is not ready: infinite if it was not slow."""
+        member = self._members.get(peer)
+        if member is None or not member.strikes:
+            return math.inf
+        return max(_TRIAL_LEAST, _TRIAL * self.typical_seconds(peer), _TRIAL_ROUNDS * self.local())
 
     def list_slow(self, round: int) -> list[str]:
         """Return the members that are left out in a round."""
@@ -170,11 +177,8 @@ class Pace:
         if wait.held:
             return True
         member = self._members.setdefault(wait.peer, _Member())
-        waited = isinstance(wait.found, Delivery) or (
-            wait.found.reason in ("not_ready", "timeout") and not member.strikes
-        )
-        if not waited:  # it is away, or was asked in passing
-            return False
+        if isinstance(wait.found, Missing) and wait.found.reason not in ("not_ready", "timeout"):
+            return False  # it is away
         if member.round != round:
             member.times.append(wait.seconds)
             member.strikes = max(0, member.strikes - 1)

@@ -281,7 +281,8 @@ class Post:
             held: members that have held an answer already; this one is added when it does.
         """
         began = asked = time.monotonic()
-        patience = self.pace.patience(peer, until - began)
+        patience, trial = self.pace.patience(peer, until - began), self.pace.trial_seconds(peer)
+        whole_round, until = until, min(until, began + trial)
         while True:
             left = until - asked
             # What is cut short by the deadline says nothing about the member.
@@ -290,7 +291,9 @@ class Post:
             late = whole and bool(self.pace.floor) and was_held(found, patience)
             ready = isinstance(found, Delivery) or found.reason != "not_ready"
             asked = time.monotonic()
-            if ready or peer in held or not self.pace.is_trusted(peer) or until - asked < _SHORT:
+            if ready or peer in held or not self.pace.floor or until - asked < _SHORT:
+                # One that was slow, and is not there when its trial ends, is slow again.
+                late |= not ready and until < whole_round
                 held |= {peer} if late else set()
                 return Wait(peer, asked - began, late, self._count(peer, found))
             patience *= 2  # few questions, also when a member is far behind
