@@ -140,11 +140,13 @@ class Pace:
         # Half, so that a member that waited for a slow one itself can still come in time.
         return min(deadline / 2, wanted)
 
-    def trial_seconds(self, peer: str) -> float:
+    def trial_seconds(self, peer: str, round: int) -> float:
         """Return how long a member may say that it is not ready: infinite if it was not slow."""
         member = self._members.get(peer)
         if member is None or not member.strikes:
             return math.inf
+        if member.until > round:  # left out; a server asks it in passing
+            return 0.0
         return max(_TRIAL_LEAST, _TRIAL * self.typical_seconds(peer), _TRIAL_ROUNDS * self.local())
 
     def list_slow(self, round: int) -> list[str]:
@@ -174,9 +176,11 @@ class Pace:
 
     def _is_slow(self, wait: Wait, round: int) -> bool:
         """Note a member's time; return whether it is slow."""
+        member = self._members.setdefault(wait.peer, _Member())
+        if member.until > round and isinstance(wait.found, Missing):
+            return False  # it was asked in passing
         if wait.held:
             return True
-        member = self._members.setdefault(wait.peer, _Member())
         if isinstance(wait.found, Missing) and wait.found.reason not in ("not_ready", "timeout"):
             return False  # it is away
         if member.round != round:

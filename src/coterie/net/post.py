@@ -281,8 +281,11 @@ class Post:
             held: members that have held an answer already; this one is added when it does.
         """
         began = asked = time.monotonic()
-        patience, trial = self.pace.patience(peer, until - began), self.pace.trial_seconds(peer)
-        whole_round, until = until, min(until, began + trial)
+        patience, trial = (
+            self.pace.patience(peer, until - began),
+            self.pace.trial_seconds(peer, address.round),
+        )
+        whole_round, until = until, min(until, began + max(patience, trial))
         while True:
             left = until - asked
             # What is cut short by the deadline says nothing about the member.

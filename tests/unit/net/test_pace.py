@@ -87,10 +87,11 @@ def test_a_held_answer_leaves_a_member_out_for_4_16_and_64_rounds():
         assert known.list_slow(until - 1) == ["d"]
         assert known.list_slow(until) == []
     assert known.patience("d", 60.0) == 0.1, "then as long as for the others"
-    assert known.trial_seconds("d") == 1.0
+    assert known.trial_seconds("d", 95) == 1.0
+    assert known.trial_seconds("d", 94) == 0.0, "while it is left out"
     known.local = lambda: 4.0
-    assert known.trial_seconds("d") == 8.0, "as long as it takes to train twice"
-    assert known.trial_seconds("a") == float("inf")
+    assert known.trial_seconds("d", 95) == 8.0, "as long as it takes to train twice"
+    assert known.trial_seconds("a", 0) == float("inf")
 
 
 def test_an_answer_in_time_takes_one_strike_back():
