@@ -116,6 +116,20 @@ def merge_alike(received: ReceivedModels) -> torch.Tensor:
     return take(received, read(received).mean(0))
 
 
+def spread_again(received: ReceivedModels) -> torch.Tensor:
+    """The mean by samples; of each matrix, its deviations from their mean stretched as published."""
+    models, samples = read(received), received.samples.double().cpu().numpy()
+    share = samples / samples.sum()
+    merged = share @ models
+    for slot in received.slots:
+        if len(slot.shape) > 1:
+            place = slice(slot.start, slot.stop)
+            factor = np.sqrt(share @ models[:, place].var(1) / merged[place].var())
+            center = merged[place].mean()
+            merged[place] = center + factor * (merged[place] - center)
+    return take(received, merged)
+
+
 REFERENCES: dict[str | None, list[Callable[[ReceivedModels], torch.Tensor]]] = {
     None: [merge_by_samples, merge_alike],
     "median": [merge_by_median],
@@ -124,6 +138,7 @@ REFERENCES: dict[str | None, list[Callable[[ReceivedModels], torch.Tensor]]] = {
     "krum": [merge_by_krum],
     "multi-krum": [merge_by_several],
     "geometric-median": [merge_by_middle],
+    "variance-corrected": [spread_again],
 }
 """Numpy's rule of each name; the mean, of samples or of models, where none is named."""
 
@@ -170,6 +185,7 @@ def run(kind: str, aggregation: Any) -> torch.Tensor:
     "krum",
     "multi-krum",
     "geometric-median",
+    "variance-corrected",
 )
 @pytest.mark.option(
     "Dac.aggregation",
@@ -179,6 +195,7 @@ def run(kind: str, aggregation: Any) -> torch.Tensor:
     "krum",
     "multi-krum",
     "geometric-median",
+    "variance-corrected",
 )
 @pytest.mark.parametrize(
     "kind", [kind if kind in QUICK else full(kind, slow=True) for kind in KINDS]

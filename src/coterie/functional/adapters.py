@@ -183,13 +183,6 @@ def _inner_product(
     return total if one is not other else max(total, 0.0)
 
 
-def _mean_weights(received: ReceivedModels) -> Float[Tensor, " models"]:
-    weights = received.samples.double()
-    if float(weights.sum()) <= 0:
-        weights = torch.ones_like(weights)
-    return weights / weights.sum()
-
-
 @dataclass(frozen=True)
 class ProductMean(Configurable):
     """The mean of the products of adapters, by samples, cut to the rank by singular values.
@@ -202,7 +195,7 @@ class ProductMean(Configurable):
     def __call__(self, received: ReceivedModels) -> Float[Tensor, " params"]:
         """Merge models; see `ReceivedModels`."""
         pairs = find_pairs(received.slots, "aggregation 'product-mean'")
-        weights = _mean_weights(received)
+        weights = received.shares
         merged = average_models(received.models, weights)
         views = view_tensors(merged, received.slots)
         for pair in pairs:
@@ -227,5 +220,5 @@ class NormWeighted(Configurable):
         pairs = find_pairs(received.slots, "aggregation 'norm-weighted'")
         weights = product_norms(received.models, pairs)
         if not float(weights.sum()) > 0:
-            weights = _mean_weights(received)
+            weights = received.shares
         return average_models(received.models, weights)

@@ -117,6 +117,14 @@ class ReceivedModels:
     slots: Sequence[Slot] = ()
 
     @property
+    def shares(self) -> Float[Tensor, " models"]:
+        """Each model's share of all samples; equal ones where no model has samples."""
+        samples = self.samples.double()
+        if float(samples.sum()) <= 0:
+            samples = torch.ones_like(samples)
+        return samples / samples.sum()
+
+    @property
     def tensors(self) -> dict[str, Float[Tensor, "models *shape"]]:
         """The models' tensors by name, as views of `models`."""
         return view_tensors(self.models, self.slots)

@@ -19,6 +19,7 @@ from coterie._util.settings import Configurable, CustomFunction, PositiveFloat, 
 from coterie.errors import ConfigError
 from coterie.functional.adapters import NormWeighted, ProductMean
 from coterie.functional.aggregation import AggregationRule, ReceivedModels, average_models
+from coterie.functional.variance import VarianceCorrected
 
 _CHUNK = 1 << 22  # entries that are worked on at once in float64 (32 MB)
 _STEPS = 200
@@ -35,6 +36,7 @@ RuleName = Literal[
     "geometric-median",
     "product-mean",
     "norm-weighted",
+    "variance-corrected",
 ]
 Aggregation = RuleName | Mapping[str, Any] | CustomFunction
 """A rule of RULES by its name, or a table with it as `kind` and the rule's settings; or a custom
@@ -273,6 +275,7 @@ RULES: dict[str, type[Configurable]] = {
     "geometric-median": GeometricMedian,
     "product-mean": ProductMean,
     "norm-weighted": NormWeighted,
+    "variance-corrected": VarianceCorrected,
 }
 """The rules by name, with their settings."""
 

@@ -13,8 +13,8 @@ from coterie.functional.aggregation import ReceivedModels, merge_by_rule
 from coterie.methods import METHODS
 
 RULES = {name: made() for name, made in robust.RULES.items()}
-# These bound nobody, and are for named tensors: tests/unit/functional/test_adapters.py has them.
-for name in ("product-mean", "norm-weighted"):
+# These bound nobody, and are for named tensors: test_adapters.py and test_variance.py have them.
+for name in ("product-mean", "norm-weighted", "variance-corrected"):
     del RULES[name]
 
 
