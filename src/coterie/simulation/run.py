@@ -44,6 +44,7 @@ from coterie.runtime.taken_home import check_models_home
 from coterie.runtime.task import make_task
 from coterie.simulation import _memory, attackers
 from coterie.simulation._sequential import select_loop
+from coterie.simulation.notebook import Bar, open_bar
 from coterie.simulation.workers import end_unguarded_import
 
 __all__ = ["Note", "Observer", "Progress", "Run", "Settings", "simulate"]
@@ -84,6 +85,11 @@ class Progress:
         metric = REGISTRY[self.metric]
         title = "acc." if metric == ACCURACY else metric.short
         return f"val. {title} {metric.format_value(self.score, brief=True)} {metric.unit}".rstrip()
+
+    def describe_round(self) -> str:
+        """Describe the round and what it reached in a few words."""
+        rounds = f"round {self.round + 1}/{self.rounds}"
+        return ", ".join(filter(None, (rounds, self.describe_score())))
 
     @property
     def accuracy(self) -> float:
@@ -266,7 +272,8 @@ def simulate(
         label: name of the method in results; its kind when None.
         folder: folder for metrics, edges, checkpoint and provenance; nothing is written when None.
         resume: continue from the checkpoint in `folder`, if there is one.
-        observer: called after each round.
+        observer: called after each round. In a notebook a bar shows the rounds where there is
+            neither an observer nor `notes`.
         exchange: an exchange other than `InMemory`, for example `Faulty`.
         notes: called when the run begins something that takes seconds, before its first round.
         saved: called after the files in `folder` were written: with each checkpoint, and at the
@@ -296,11 +303,15 @@ def simulate(
     check_device(settings.device)
     started = time.perf_counter()
     claim: AbstractContextManager[Any] = nullcontext()
+    showing: AbstractContextManager[Bar | None] = nullcontext()
+    if observer is None and notes is None:
+        advice = "with a folder, resume=True goes on where it was"
+        showing = open_bar(settings.rounds, "rounds", advice)
     if folder is not None:
         folder = Path(folder)
         claim = claim_folder(folder)
     # The claim is inside: a library may run out of memory anywhere in it.
-    with _memory.translate_memory_errors(settings.device), claim:
+    with _memory.translate_memory_errors(settings.device), claim, showing as bar:
         # Under the claim: no other process can begin a run in between.
         if folder is not None and not resume and checkpoint.has_run(folder):
             raise RunExistsError(
@@ -360,6 +371,10 @@ def simulate(
                 loop.run_next_round()
                 if observer is not None:
                     observer(_make_progress(loop, label or method.kind, seed, started))
+                elif bar is not None:
+                    now = _make_progress(loop, label or method.kind, seed, started)
+                    bar.done = now.round + 1
+                    bar.draw_sometimes(f"{now.run_name}: {now.describe_round()}")
                 # Not after the last round: the checkpoint below follows at once.
                 if (
                     folder is not None
@@ -382,6 +397,10 @@ def simulate(
                 if saved is not None:
                     saved()
             params = loop.evaluate_final()
+            if bar is not None:  # why no faster engine, and what compiling would gain
+                now = _make_progress(loop, label or method.kind, seed, started)
+                bar.results.append(f"engine: {now.engine}")
+                bar.draw(f"{now.run_name}: {now.describe_round()}")
             if parts is not None:
                 # as compared with the others
                 engine = {"engine": task.engine.name, "block": task.block}

@@ -105,3 +105,35 @@ def test_names_are_text_and_no_tags(tmp_path, frames):
     with watch_in_notebook(1) as bar:
         bar(Note("A", 0, "<b>reading</b>"))
     assert "&lt;b&gt;reading&lt;/b&gt;" in frames[1][1]
+
+
+def test_a_single_run_shows_its_rounds_and_what_compiling_would_gain(frames):
+    from coterie import FedAvg, Settings, simulate
+
+    simulate(tiny_federation(), FedAvg(), model="linear", settings=Settings(rounds=3))
+    assert frames[0][0] == "0 of 3 rounds"
+    head, now, engine = frames[-1][0].splitlines()
+    assert head == "3 of 3 rounds"
+    assert now.startswith("fedavg, seed 0: round 3/3, val. acc. ")
+    assert engine == "engine: vmap, many clients at once: too little work to compile"
+    frames.clear()
+    watched = []
+    observed = Settings(rounds=1)
+    simulate(
+        tiny_federation(), FedAvg(), model="linear", settings=observed, observer=watched.append
+    )
+    assert watched
+    assert not frames  # who observes shows progress
+
+
+def test_a_single_run_that_is_stopped_says_how_to_go_on(frames, monkeypatch):
+    from coterie import FedAvg, Settings, simulate
+    from coterie.runtime.loop import Loop
+
+    def stop(loop):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Loop, "run_next_round", stop)
+    with pytest.raises(KeyboardInterrupt):
+        simulate(tiny_federation(), FedAvg(), model="linear", settings=Settings(rounds=3))
+    assert frames[-1][0].endswith("stopped; with a folder, resume=True goes on where it was")
