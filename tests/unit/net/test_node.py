@@ -875,6 +875,46 @@ def test_adapters_on_a_frozen_layer_cost_their_own_bytes_on_the_wire(tmp_path, k
     )
 
 
+class LowRank(nn.Module):
+    """A frozen layer with an adapter, named as peft names it, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.lora_A, self.lora_B = nn.Linear(4, 2, bias=False), nn.Linear(2, 8, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.base(x) + self.lora_B(self.lora_A(x))))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("random", {"num_peers": 2, "aggregation": "product-mean"}),
+        ("dac", {"num_peers": 2, "similarity": "cos_product", "aggregation": "product-mean"}),
+        ("fedavg", {"aggregation": "product-mean"}),
+    ],
+    ids=["random", "dac", "fedavg"],
+)
+@pytest.mark.parametrize("shared", [(), ("!head",)], ids=["whole", "head at home"])
+def test_nodes_merge_and_compare_adapters_as_the_simulation_does(tmp_path, kind, options, shared):
+    """By the names of tensors, which lie elsewhere in the columns that are shared."""
+    settings = tiny_settings(shared=shared, engine="loop")
+    plan = RunSpec(METHODS[kind](**options), settings, LowRank, "low-rank", seed=3)
+    network = Network(tmp_path, plan)
+    try:
+        network.run()
+        run = simulate(FEDERATION, plan.method, model=LowRank, settings=settings, seed=3)
+        best = torch.cat([network.nodes[i].loop.tracker.best for i in range(6)])
+        assert torch.equal(best, run.params)
+        assert joined(network, "edges").equals(table(run.edges))
+        assert joined(network, "metrics").equals(table(run.metrics))
+    finally:
+        network.close()
+
+
 def test_a_node_with_other_frozen_weights_is_told_so_in_one_line(tmp_path):
     """Whether the roster knows the model, or nodes compare with each other."""
     plan = RunSpec(
