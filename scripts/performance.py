@@ -157,18 +157,26 @@ def exchanges(results: Rows) -> TextTable:
 def whole_runs(results: Rows) -> TextTable:
     """Return the table of `benchmarks/models.py --rounds`."""
     sides = ("alone", "in a study")
-    head = ["model", "rounds", "lean loop, s"]
+    head = ["model", "clients", "rounds", "lean loop, s"]
     for side in sides:
         head += [f"engine {side}", "s", "times lean", "by processor time"]
     rows = []
+    skipped = []
     for row in results:
-        cells = [row["model"], str(row["rounds"]), number(row["seconds"]["lean"])]
+        place = [row["model"], str(row["clients"]), str(row["rounds"])]
+        if "skipped" in row:
+            skipped.append(" x ".join(place))
+            continue
+        cells = [*place, number(row["seconds"]["lean"])]
         for side in sides:
             engine = row["engines"][side].partition(",")[0]
             ratios = (row["times lean"][side], row["processor"][side])
             cells += [engine, number(row["seconds"][side]), *map(number, ratios)]
         rows.append(cells)
-    return TextTable("", head, rows)
+    foot = ""
+    if skipped:
+        foot = "Left out, since the lean loop would take too long: " + ", ".join(skipped) + "."
+    return TextTable("", head, rows, foot)
 
 
 TABLES: dict[str, Callable[[Rows], TextTable]] = {
