@@ -193,9 +193,9 @@ def adversary(rows: Rows) -> str:
         "of each setting (`benchmarks/combinations.py`). A study that is refused is tried again with a setting less. Each "
         f"study is run, and some of the promises below are tried on it. {ran} studies ran, {refused} draws were refused, each "
         f"in one line, and {held} trials of the other promises held. *Not for it*: the promise is not about such a study. "
-        "*Too sensitive*: rounding decides such a "
-        "training, as a rate does that differs by one part in 10^13. What was found before was mended, and is a "
-        "test.\n\n"
+        "*Too sensitive*: rounding decides such a training: data and a rate that are moved by about the rounding of "
+        "their numbers change it as much, or float32 takes the loop engine itself as far from its float64 run, in "
+        "which the engines agree. What was found before was mended, and is a test.\n\n"
         + table(("promise", *heads), cells)
         + (f"\n\nStill open:\n\n{left}" if left else "")
     )

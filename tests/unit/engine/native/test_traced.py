@@ -332,6 +332,18 @@ class Pools(nn.Module):
         return self.last(functional.adaptive_avg_pool2d(x, (4, 2)).flatten(1))
 
 
+class Margins(nn.Module):
+    """Padding wider than the reach of the kernel: gradients of its inputs lie inside the outputs'."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.wide = nn.Conv2d(2, 3, 1), nn.Conv2d(3, 4, 3, padding=(1, 3))
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.wide(torch.tanh(self.first(x)))).mean((2, 3)))
+
+
 class Rims(nn.Module):
     """Kernels with places that only ever meet padding, on both sides of an axis, on one, and with gaps."""
 
@@ -384,6 +396,7 @@ MODULES = {
     "turned": (Turned, (7,), cross_entropy, False),
     "lanes": (lambda: build_model("cnn-b", (2, 9, 8), 4), (2, 9, 8), cross_entropy, False),
     "broad": (broad, (7,), cross_entropy, False),
+    "margins": (Margins, (2, 4, 16), cross_entropy, False),
     "rims": (Rims, (3, 2, 2), cross_entropy, False),
     "images": (Images, (3, 17, 15), cross_entropy, True),
     "words": (Words, (3,), cross_entropy, False),
