@@ -215,3 +215,34 @@ def test_dropout_before_a_weight_of_zero_is_compared_by_means(fault, monkeypatch
             coterie.simulate(build(), coterie.Local(), model=module, settings=settings)
         return
     coterie.simulate(build(), coterie.Local(), model=module, settings=settings)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:the server left out the message of cleo")
+@pytest.mark.parametrize(
+    "method",
+    [coterie.Random(num_peers=2, aggregation="product-mean"), coterie.FedAvg(aggregation="product-mean")],
+    ids=["peers", "server"],
+)  # fmt: skip
+def test_adapters_are_trained_privately_and_those_of_an_attacker_are_bounded(method):
+    """The check of the start compares private gradients with plain PyTorch; a server refuses an attacker's noise, and peers shorten it."""
+    dp = {"clip": 1.0, "noise_multiplier": 0.5, "delta": 1e-5}
+    local = coterie.LocalTraining(steps=2, batch_size=8, lr=0.05, dp=dp)
+    given = {"rounds": 2, "loss": "causal-lm", "engine": "loop", "evaluate": "final"}
+    run = coterie.simulate(
+        build(), method, model=make_llama(), settings=coterie.Settings(**given, local=local)
+    )
+    spent = run.metrics[run.metrics["metric"] == "epsilon"]["value"]
+    assert float(spent.max()) > 0
+    assert bool(torch.isfinite(run.params).all())
+    attacks = [{"kind": "noise", "clients": 1, "strength": 1e6}]
+    largest = {}
+    # A server leaves out what no honest client sends in any case; peers do only with acceptance.
+    for acceptance in (True,) if method.server else (True, False):
+        settings = coterie.Settings(**given, attacks=attacks, acceptance=acceptance)
+        attacked = coterie.simulate(build(), method, model=make_llama(), settings=settings)
+        largest[acceptance] = float(attacked.params.abs().max())
+        refused = attacked.metrics[attacked.metrics["metric"] == "refused"]["value"]
+        assert not method.server or float(refused.max()) > 0
+    assert largest[True] < 2
+    assert largest.get(False, 101.0) > 100
