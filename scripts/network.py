@@ -177,13 +177,15 @@ def paced(found: Results) -> str:
     ]  # fmt: skip
     head = ("what the last member does", "rounds", "ms a round of the others", "their longest exchange, s",
             "warnings that name it", "named slow")  # fmt: skip
-    alone = statistics.mean(r["ms_a_round"] for r in found if r["kind"] == "none")
-    slowed = statistics.mean(r["ms_a_round"] for r in found if r["kind"] == "drip")
+    alone, slowed = (
+        range_of([r["ms_a_round"] for r in found if r["kind"] == kind], " ms")
+        for kind in ("none", "drip")
+    )
     return (
         f"{first['nodes']} nodes inside one program, mutual TLS, default settings; rounds from number {first['after']} "
-        f"on. With the member that answers at 0.95 of the wait a round takes the others {slowed:.0f} ms, without it "
-        f"{alone:.0f} ms: {100 * (slowed / alone - 1):+.1f} %. The late client is one of a server's.\n\n"
-        + table(head, rows)
+        f"on. With the member that answers at 0.95 of the wait a round takes the others {slowed}, without it {alone}: "
+        "other programs used the same cores, and a range shows how much that changes. "
+        "The late client is one of a server's.\n\n" + table(head, rows)
     )
 
 
