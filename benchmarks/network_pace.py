@@ -107,7 +107,7 @@ def play(folder: Path, name: str, port: int) -> netlab.Result:
         for own in names[:-1]:
             running[own].result(1200)
         for node in nodes:
-            node.stop()
+            node.close()  # one that was left out would wait for its server for ten minutes
     honest = [ended[own, rounds - 1] - ended[own, AFTER - 1] for own in names[:-1]]
     warned = [e for own in names[:-1] for e in lines[own] if e["level"] in ("warning", "error")]
     waits = [
