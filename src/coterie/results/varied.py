@@ -1,7 +1,7 @@
 """Studies that differ in a setting, such as the points of a sweep, as one table: methods by values."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,8 @@ def tabulate_setting(
     # A point without results must not empty the seeds of the others.
     contents = {folder: one for folder, one in contents.items() if one["rows"]}
     seeds = find_common_seeds({str(folder): one["seeds"] for folder, one in contents.items()})
-    found: list[tuple[Any, dict[str, Any]]] = []
-    compared: list[tuple[str, Pair]] = []
+    found: list[tuple[Any, Path, dict[str, Any]]] = []
+    compared: list[tuple[str, Path, Pair]] = []
     for folder, content in contents.items():
         if list(content["seeds"]) != seeds:
             content = summarize_study(folder, seeds)
@@ -73,21 +73,25 @@ def tabulate_setting(
             if row["cluster"] == cluster and (value := values.get(row["label"])) is not None:
                 label = strip_settings(row["label"], [setting])
                 place = format_value(called, value)
-                found.append((value, {**row, "label": label, "cluster": place}))
+                found.append((value, folder, {**row, "label": label, "cluster": place}))
         for pair in pairs.parse_pairs(content):
             a, b = values.get(pair.method_a), values.get(pair.method_b)
             if pair.cluster == cluster and a is not None and a == b:
                 names = [strip_settings(one, [setting]) for one in (pair.method_a, pair.method_b)]
                 pair = replace(pair, method_a=names[0], method_b=names[1])
-                compared.append((format_value(called, a), pair))
+                compared.append((format_value(called, a), folder, pair))
     if not found:
         raise DataError(
             f"no finished run here has a setting {setting}; give its path, as in [sweep]"
         )
     # Numbers in ascending order; other values as they come.
-    if all(isinstance(value, int | float) for value, _ in found):
+    if all(isinstance(value, int | float) for value, *_ in found):
         found.sort(key=lambda one: one[0])
-    rows = [row for _, row in found]
+    rest = name_other_settings(
+        ((folder, row["label"], (row["cluster"], row["metric"])) for _, folder, row in found),
+        [setting],
+    )
+    rows = [{**row, "label": row["label"] + rest[folder]} for _, folder, row in found]
     if len({row["cluster"] for row in rows}) < 2:
         raise DataError(
             f"the finished runs here do not vary {setting}; give the folders of all points of a sweep"
@@ -96,10 +100,65 @@ def tabulate_setting(
     for content in contents.values():
         known = known.add_stored(content.get("metrics") or {})
     name = metric or known.choose_main(row["metric"] for row in rows)
-    own = [one for one in compared if one[1].metric == name]
-    corrected = pairs.select_pairs([pair for _, pair in own], metric=name, cluster=cluster)
-    placed = [replace(pair, cluster=place) for (place, _), pair in zip(own, corrected, strict=True)]
+    own = [one for one in compared if one[2].metric == name]
+    corrected = pairs.select_pairs([pair for *_, pair in own], metric=name, cluster=cluster)
+    placed = [
+        replace(
+            pair,
+            method_a=pair.method_a + rest[folder],
+            method_b=pair.method_b + rest[folder],
+            cluster=place,
+        )
+        for (place, folder, _), pair in zip(own, corrected, strict=True)
+    ]
     return VariedResults(setting, known[name], rows, placed, notes)
+
+
+def name_other_settings(
+    points: Iterable[tuple[Path, str, Hashable]], settings: Sequence[str]
+) -> dict[Path, str]:
+    """Return what tells studies apart that have a method at the same values; "" where none do.
+
+    Of a grid the folder of each point names its other settings. Without them one point would stand
+    for another, or a mean over seeds would be one over points.
+
+    Args:
+        points: the folder of a study, the label of a method without the settings, and what must be
+            there once: the values of the settings, a seed.
+        settings: their names or paths.
+
+    Raises:
+        DataError: when the folders have no name that tells them apart.
+
+    Example:
+        >>> grid = [(Path("lr=1,beta=2"), "A", 1), (Path("lr=1,beta=3"), "A", 1)]
+        >>> list(name_other_settings(grid, ["local.lr"]).values())
+        [', beta=2', ', beta=3']
+    """
+    points = list(points)
+
+    def find_double(named: Mapping[Path, str]) -> tuple[Path, Path] | None:
+        seen: dict[tuple[str, Hashable], Path] = {}
+        for folder, label, point in points:
+            first = seen.setdefault((label + named[folder], point), folder)
+            if first != folder:
+                return first, folder
+        return None
+
+    named = dict.fromkeys((folder for folder, *_ in points), "")
+    if find_double(named) is None:
+        return named
+    names = [one.rpartition(".")[-1] for one in settings]
+    for folder in named:
+        other = strip_settings(folder.name, names).strip(" ,")
+        # `strip_settings` returns the first name when nothing else is there.
+        named[folder] = "" if other == names[0] else f", {other}"
+    if (double := find_double(named)) is not None:
+        raise DataError(
+            f"{double[0]} and {double[1]} have the same methods at the same values of "
+            f"{', '.join(settings)}, and differ in something else; give the folders of one of them"
+        )
+    return named
 
 
 def find_value(config: Mapping[str, Any], name: str) -> Any:
@@ -120,6 +179,9 @@ def find_value(config: Mapping[str, Any], name: str) -> Any:
         if path[1] not in (method.get("kind"), strip_settings(str(method.get("label")), path[-1:])):
             return None
         value, path = method, path[2:]
+    # What a sweep sets of local training is in the method's table, and wins over the study's.
+    elif path[0] == "local" and len(path) == 2 and path[1] in method:
+        return method[path[1]]
     for key in path:
         if isinstance(value, dict) and key in value:
             value = value[key]

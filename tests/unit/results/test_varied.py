@@ -57,6 +57,48 @@ def test_pairs_are_of_one_value_and_corrected_for_those_of_all(write_point):
     assert least.p_corrected == pytest.approx(min(1, 2 * least.p))
 
 
+def test_points_of_a_grid_that_differ_in_another_setting_have_rows_of_their_own(
+    tmp_path, write_run, final_rows, listed
+):
+    """Each of four points stands in the table; a cell is never one of two that differ elsewhere."""
+    values = {(0.5, 1): 0.1, (0.5, 2): 0.2, (10, 1): 0.3, (10, 2): 0.4}
+    for (alpha, beta), accuracy in values.items():
+        point = f"swept/alpha={alpha},beta={beta}"
+        folder = tmp_path / point / "A" / "seed-0"
+        write_run(
+            folder, kind="dac", label="A", seed=0, study=point,
+            metrics=final_rows([accuracy, accuracy], (0, 0)),
+        )  # fmt: skip
+        with (folder / "config.toml").open("a") as file:
+            file.write(f"[[data.shift]]\nkind = 'dirichlet'\nalpha = {alpha}\nbeta = {beta}\n")
+        listed(folder)
+    found = tabulate_setting([tmp_path / "swept"], PATH)
+    assert {(row["label"], row["cluster"]): row["mean"] for row in found.rows} == {
+        ("A, beta=1", "alpha = 0.5"): pytest.approx(0.1),
+        ("A, beta=2", "alpha = 0.5"): pytest.approx(0.2),
+        ("A, beta=1", "alpha = 10"): pytest.approx(0.3),
+        ("A, beta=2", "alpha = 10"): pytest.approx(0.4),
+    }
+    # Folders whose names do not tell what differs are refused.
+    for place, point in enumerate(sorted((tmp_path / "swept").iterdir())):
+        point.rename(point.with_name(f"other{place}"))
+        listed(point.with_name(f"other{place}") / "A" / "seed-0")
+    (tmp_path / "again").mkdir()
+    one, two = sorted((tmp_path / "swept").iterdir())[:2]
+    one.rename(tmp_path / "again" / "same")
+    two.rename(tmp_path / "swept" / "same")
+    with pytest.raises(
+        DataError, match=r"have the same methods at the same values of data\.shift\.0"
+    ):
+        tabulate_setting([tmp_path / "again" / "same", *(tmp_path / "swept").iterdir()], PATH)
+
+
+def test_a_setting_of_local_training_is_that_of_the_method_where_it_has_its_own():
+    config = {"methods": [{"kind": "dac", "lr": 0.1}], "local": {"lr": 0.5, "momentum": 0.9}}
+    assert find_value(config, "local.lr") == find_value(config, "lr") == 0.1
+    assert find_value(config, "local.momentum") == 0.9
+
+
 def test_means_are_over_the_seeds_that_all_values_have(write_point):
     write_point(10, {"A": {0: [0.1, 0.3]}})
     found = tabulate_setting([write_point(0.5, {"A": MANY})], "alpha=data.shift.0.alpha")
