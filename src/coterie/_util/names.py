@@ -1,6 +1,7 @@
 """Names of clients for display: tables hold the id of a client, and pages show its name."""
 
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 
@@ -14,6 +15,24 @@ def format_client(names: Mapping[int, str], client: int) -> str:
     if client in names:
         return to_one_line(names[client])
     return f"client {client}"
+
+
+def distinguish_clients(names: Mapping[int, str], clients: Iterable[int]) -> dict[int, str]:
+    """Return the name of each client as `format_client` has it, and its id where names look alike.
+
+    Names that differ in white space alone are those of several clients. "all" and "clusters" are
+    what tables call means.
+
+    Example:
+        >>> distinguish_clients({0: "Nord", 1: "Nord ", 2: "Süd"}, range(4))
+        {0: 'Nord (client 0)', 1: 'Nord (client 1)', 2: 'Süd', 3: 'client 3'}
+    """
+    shown = {client: format_client(names, client) for client in clients}
+    count = Counter(shown.values()) + Counter(("all", "clusters"))
+    return {
+        client: text if count[text] == 1 else f"{text} (client {client})"
+        for client, text in shown.items()
+    }
 
 
 def format_clients(names: Mapping[int, str], clients: Iterable[int], most: int = 5) -> str:

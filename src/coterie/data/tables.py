@@ -315,6 +315,13 @@ def _load_tables(
         return [pool], (*loaded.notes, *notes)
     what = f"{name}: the test table"
     held = load_table(test, columns.csv_format, what)
+    if columns.client is not None and columns.client in held.names:
+        warnings.warn(
+            f"column {columns.client!r} of the test table is not used: each client is tested on all "
+            f"{held.arrow.num_rows} rows; for each client's own test rows put them into the same "
+            "table, with split_column",
+            stacklevel=2,
+        )
     for one in needed:
         check_column(held.arrow, one, what)
     kinds: dict[str, Kind] = {one: _find_kind(arrow[one].type) for one in needed}
@@ -617,6 +624,16 @@ def _encode_categories(
     known = list(given) if given is not None else list(dict.fromkeys(ordered))
     if not known:
         known = _sort_categories(values)
+        trained = {write_category(one) for one in values[0]}
+        unknown = [one for one in known if write_category(one) not in trained]
+        if unknown:
+            shown = ", ".join(map(repr, unknown[:5]))
+            warnings.warn(
+                f"column {name!r} is {shown}{', ...' * (len(unknown) > 5)} in the test table alone: "
+                "no client trains on it, so its weights are those of the first model; name the "
+                "categories that are meant (categories), or correct the table",
+                stacklevel=2,
+            )
     find = _CategoryPlaces(known, name)
     codes = []
     for table, encoded, distinct in zip(tables, arrays, values, strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from coterie._util.names import format_client
+from coterie._util.names import distinguish_clients
 from coterie.results.selection import select_compared_runs
 from coterie.results.stored_runs import (
     StoredRun,
@@ -38,7 +38,7 @@ def compute_client_rows(
 
     Returns:
         Rows as those of a summary, over the same seeds: `method` (the kind), `label`, `client` (the
-        id), `cluster` (its name, or else "client 7"), `metric`, `mean` and `std` over seeds, and
+        id), `cluster` (its name, with the id where several look alike, or else "client 7"), `metric`, `mean` and `std` over seeds, and
         `seeds`. The mean is None where the client has no finite value with some seed.
     """
     chosen = select_compared_runs(runs, problems)
@@ -46,10 +46,15 @@ def compute_client_rows(
         return []
     metric = metric or main_metric(chosen)
     names = merge_client_names(chosen)
-    rows = []
+    tables = {}
     for label, group in group_by_label(chosen).items():
         # Clients x seeds; a client that is missing in a run has NaN there.
-        table = pd.concat([run.final_values(metric) for run in group], axis=1).sort_index()
+        values = pd.concat([run.final_values(metric) for run in group], axis=1).sort_index()
+        tables[label] = group, values
+    ids = sorted({int(client) for _, values in tables.values() for client in values.index})
+    shown = distinguish_clients(names, ids)
+    rows = []
+    for label, (group, table) in tables.items():
         for client, values in zip(table.index, table.to_numpy(float), strict=True):
             mean, deviation = mean_std_over_seeds(values)
             # A summary is JSON, which has no NaN.
@@ -60,7 +65,7 @@ def compute_client_rows(
                     "method": group[0].method_kind,
                     "label": label,
                     "client": int(client),
-                    "cluster": format_client(names, int(client)),
+                    "cluster": shown[int(client)],
                     "metric": metric,
                     "mean": mean,
                     "std": deviation,

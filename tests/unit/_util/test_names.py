@@ -1,4 +1,10 @@
-from coterie._util.names import format_client, format_clients, shorten_text, to_one_line
+from coterie._util.names import (
+    distinguish_clients,
+    format_client,
+    format_clients,
+    shorten_text,
+    to_one_line,
+)
 
 NAMES = {0: "Oslo", 1: "مستشفى الملك", 3: "🏥 " + "very " * 20}
 
@@ -9,6 +15,20 @@ def test_clients_are_called_by_name_where_they_have_one():
         "مستشفى الملك",
         "client 2",
     ]
+
+
+def test_clients_whose_names_look_alike_are_told_apart_by_their_ids():
+    names = {0: "Nord", 1: "Nord\n", 2: "nord", 3: "all", 5: "client 4"}
+    shown = distinguish_clients(names, range(6))
+    assert shown == {
+        0: "Nord (client 0)",
+        1: "Nord (client 1)",
+        2: "nord",
+        3: "all (client 3)",
+        4: "client 4 (client 4)",
+        5: "client 4 (client 5)",
+    }
+    assert len(set(shown.values())) == 6
 
 
 def test_the_first_of_many_are_told_and_long_names_are_cut():

@@ -2,6 +2,7 @@
 
 import datetime
 import re
+import warnings
 from dataclasses import astuple
 
 import numpy as np
@@ -100,11 +101,12 @@ def test_categories_are_those_of_the_whole_table_or_the_given_ones_in_their_orde
     assert from_table(table, target="ill", client="site").feature_names[1:4] == (
         "color=red", "color=green", "color=blue",
     )  # fmt: skip
-    held = patients(4).assign(color="white")
-    assert (
-        "color=white"
-        in from_table(patients(), target="ill", client="site", test=held).feature_names
-    )
+    held = patients(4).assign(color="white").drop(columns="site")
+    with pytest.warns(
+        UserWarning, match="'color' is 'white' in the test table alone: no client tra"
+    ):
+        made = from_table(patients(), target="ill", client="site", test=held)
+    assert "color=white" in made.feature_names
     said = from_table(
         patients(), target="ill", client="site", categories={"color": ["white", "red", "blue"]}
     )
@@ -168,6 +170,15 @@ def test_each_client_fills_and_scales_by_its_own_training_rows_alone():
             values = [np.mean(known) if age in (3, 47) else age for age in raw[split]]
             expected = (np.array(values) - np.mean(filled)) / np.std(filled)
             np.testing.assert_allclose(found[split], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_test_table_with_the_clients_column_says_that_it_is_one_set_for_all():
+    with pytest.warns(UserWarning, match=r"'site' of the test table is not used: .* on all 4 rows"):
+        made = from_table(patients(), target="ill", client="site", test=patients(4))
+    assert {len(test.y) for test in made.tests} == {4}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_table(patients(), target="ill", client="site", test=patients(4).drop(columns="site"))
 
 
 def test_a_shared_test_set_is_prepared_for_each_client_by_its_own_rows():

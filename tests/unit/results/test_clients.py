@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from coterie.cli.app import app
 from coterie.results.clients import load_client_rows
+from coterie.results.stored_runs import load_runs
 from coterie.studies import config
 from coterie.studies.run import run_study
 from coterie.testing import tiny_federation
@@ -34,6 +35,22 @@ def test_a_client_with_a_value_that_is_not_finite_has_no_mean(tmp_path, write_ru
     first, second = load_client_rows(tmp_path / "small", "accuracy")
     assert (first["mean"], first["std"]) == (pytest.approx(0.6), pytest.approx(0.1))
     assert (second["mean"], second["std"]) == (None, None)
+
+
+def test_clients_whose_names_differ_in_white_space_are_columns_of_their_own(tmp_path):
+    data = replace(tiny_federation(num_clients=3), client_names=("Nord", "Nord ", "all"))
+    study = run_study(config.parse_study_text(STUDY), out=tmp_path, federation=data)
+    rows = load_client_rows(study.folder)
+    assert [row["cluster"] for row in rows] == [
+        "Nord (client 0)",
+        "Nord (client 1)",
+        "all (client 2)",
+    ]
+    last = load_runs([study.folder])[0][0].final_values("accuracy")
+    assert [row["mean"] for row in rows] == pytest.approx(list(last))
+    output = CliRunner().invoke(app, ["show", str(study.folder), "--clients"]).output
+    assert output.count("(client 0)") == output.count("(client 1)") == 1
+    assert "mean over clients" not in output.partition("of each client")[2].partition("\n\n")[0]
 
 
 STUDY = """
