@@ -385,7 +385,7 @@ def audit_logs(
         )
     if wrong or proofs or any(report.problems for report in reports):
         raise typer.Exit(1)
-    if unsettled:
+    if unsettled or any(report.unsettled for report in reports):
         raise typer.Exit(_OPEN)
 
 
@@ -483,6 +483,8 @@ def _print_audit(report: Any) -> None:
     if report.problems:
         more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
         _print_wrapped(f"WRONG  {report.problems[0]}{more}")
+    elif report.unsettled:
+        _print_wrapped(f"OPEN   {report.unsettled[0]}")
     else:
         rest = f"; not signed yet: the last {report.unsigned}" if report.unsigned else ""
         _print_wrapped(f"ok     the chain is whole, and signed by {report.node}{rest}")

@@ -159,6 +159,7 @@ class Report:
             address and both.
         keys: the members' public keys by version of the roster.
         problems: why the log cannot be trusted, the first one first; empty if it can.
+        unsettled: what can be neither trusted nor called wrong.
     """
 
     path: Path
@@ -185,6 +186,7 @@ class Report:
     doubles: list[tuple[str, _Key, Receipt, Receipt]] = field(default_factory=list)
     keys: dict[int, dict[str, str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    unsettled: list[str] = field(default_factory=list)
 
     def traffic_with(self, member: str) -> MemberTraffic:
         """Return what is said of a member."""
@@ -432,8 +434,14 @@ class _LogReader:
                 report.head = (report.head[0] if self._n is None else self._n - 1), self._prev
         if not report.lines:
             report.problems.append("it is empty")
-        elif not report.heads:
+        elif not report.heads and (report.problems or not report.starts):
             report.problems.append("no line of it is signed by the node")
+        elif not report.heads:
+            # A node signs at the end of each round: one that was killed before has signed nothing.
+            report.unsettled.append(
+                f"no line of it is signed yet: {report.node} ended before its first round did, or "
+                "somebody else made the lines"
+            )
         if self._given and not report.confirmed and not report.problems:
             given, found = (
                 ", ".join(map(str, sorted(versions))) for versions in (self._given, report.rosters)

@@ -352,6 +352,20 @@ def run(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, result.stdout
 
 
+def test_a_log_that_nobody_signed_yet_is_open_and_no_accusation(tmp_path):
+    """A node signs at the end of each round; one that was killed while it waited has signed nothing."""
+    with opened(tmp_path / "n0", 0) as log:
+        log.record_start(ROSTER, inc=1)
+    # Closing writes a line in order; a kill leaves the log before it.
+    lines = (tmp_path / "n0" / audit.FILE).read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if b'"event":"stop"' not in line and b'"head"' not in line]
+    (tmp_path / "n0" / audit.FILE).write_bytes(b"".join(kept))
+    status, said = run(tmp_path / "n0")
+    assert "OPEN   no line of it is signed yet: n0 ended before its first round did" in said
+    assert "WRONG" not in said
+    assert status == 3
+
+
 def test_the_command_says_what_is_in_logs_and_whether_they_agree(logs, tmp_path):
     status, said = run(*logs)
     assert status == 0
