@@ -183,11 +183,15 @@ def show_status(
       coterie status runs/rotated-digits
     """
     from coterie.cluster import status as state
+    from coterie.studies.run import is_node_folder
 
     found = state.load_statuses(folder)
     for line in state.format_statuses(found):
         typer.echo(line)
     if not all(one.state == "done" for one in found):
-        typer.echo(f"Continue with: {shlex.join(['coterie', 'resume', str(folder)])}")
+        words = ["coterie", "resume", str(folder)]
+        if is_node_folder(folder.resolve()):
+            words = ["coterie", "node", "NODE.toml"]
+        typer.echo(f"Continue with: {shlex.join(words)}")
     # A script reads from the status whether to wait, to resume, or to look.
     raise typer.Exit(state.exit_status(found))

@@ -117,7 +117,7 @@ def tabulate_setting(
 def name_other_settings(
     points: Iterable[tuple[Path, str, Hashable]], settings: Sequence[str]
 ) -> dict[Path, str]:
-    """Return what tells studies apart that have a method at the same values; "" where none do.
+    """Return what distinguishes studies with a method at the same values; "" where none do.
 
     Of a grid the folder of each point names its other settings. Without them one point would stand
     for another, or a mean over seeds would be one over points.
@@ -128,7 +128,7 @@ def name_other_settings(
         settings: their names or paths.
 
     Raises:
-        DataError: when the folders have no name that tells them apart.
+        DataError: when the names of the folders do not distinguish them.
 
     Example:
         >>> grid = [(Path("lr=1,beta=2"), "A", 1), (Path("lr=1,beta=3"), "A", 1)]

@@ -81,6 +81,17 @@ def test_a_sweep_that_was_stopped_is_listed_and_its_states_are_told(coterie, sto
     assert lines[-1] == "Continue with: coterie resume runs/tiny"
 
 
+def test_the_folder_of_a_node_is_continued_by_its_node(coterie, stopped_sweep):
+    """A node's folder has its roster next to its study, and data that no study file names."""
+    Path("runs/roster.seen").write_text("")
+    assert coterie("status", "runs/tiny")[1].splitlines()[-1] == (
+        "Continue with: coterie node NODE.toml"
+    )
+    status, _, err = coterie("resume", "runs/tiny")
+    assert status == 2
+    assert "runs/tiny is the folder of a node" in err
+
+
 def test_a_sweep_that_was_stopped_shows_what_is_there(coterie, stopped_sweep):
     for options in ((), ("--clients",)):
         status, out, _ = coterie("show", "runs/tiny", *options)
