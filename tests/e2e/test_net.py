@@ -232,7 +232,7 @@ def test_an_organizer_and_two_members_set_up_a_run_and_the_doctor_finds_what_is_
     )
     told = coterie("doctor", file)
     assert "ok     data: [26] training and [6] validation samples" in told
-    assert f"WRONG  south at 127.0.0.1:{port + 1}: no answer (nothing listens there)" in told
+    assert f"WRONG  south at 127.0.0.1:{port + 1}: no answer (nothing listens there" in told
     assert "one round: " in told
     (north / "north.key").chmod(0o644)
     assert "run chmod 600" in coterie("node", file)

@@ -259,7 +259,8 @@ def test_a_path_of_own_data_is_found_from_here_or_in_the_data_folder(tmp_path, m
     assert load_dataset("table", options=options, data_dir=tmp_path).client_names == ("x", "y")
     monkeypatch.chdir(tmp_path)
     assert load_dataset("table", options=options).name == "t"
-    assert len(load_dataset("table", options={**options, "test": "t.csv"}).test) == 3
+    (tmp_path / "held.csv").write_text("a,y\n1,0\n2,1\n3,0\n")
+    assert len(load_dataset("table", options={**options, "test": "held.csv"}).test) == 3
 
 
 @pytest.mark.parametrize(
