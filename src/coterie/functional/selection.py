@@ -297,6 +297,18 @@ def _rank_slots(*keys: Shaped[Tensor, "clients slots"]) -> Int[Tensor, "clients 
     return order
 
 
+def place_peers(
+    preference: Float[Tensor, "clients peers"], peers: Int[Tensor, "clients peers"]
+) -> Int[Tensor, "clients peers"]:
+    """Return the place of each slot: 0 for the preferred peer; ties go to the lowest id.
+
+    Example:
+        >>> place_peers(torch.tensor([[0.5, 0.9, 0.5]]), torch.tensor([[7, 4, 3]]))
+        tensor([[2, 0, 1]])
+    """
+    return _rank_slots(-preference, peers).argsort(1)
+
+
 def ids_from_mask(chosen: Bool[Tensor, "clients population"]) -> Int[Tensor, "clients peers"]:
     """Return the chosen members of each row as ascending ids, -1 behind the last.
 
@@ -327,6 +339,7 @@ def selection_probabilities(
     ids: Int[Tensor, " clients"],
     *,
     floor: float = 1e-6,
+    members: Int[Tensor, "clients population"] | None = None,
 ) -> Float[Tensor, "clients population"]:
     r"""Return the probability with which each client draws each other member of the population.
 
@@ -338,8 +351,10 @@ def selection_probabilities(
         similarity: $s_{ij}$, finite; the exponentials cannot overflow.
         tau: inverse temperature $\tau$, for all clients or for each; 0 is uniform.
         considered: which members enter the softmax; None for all.
-        ids: the clients.
+        ids: the clients; with `members`, the column of each client itself.
         floor: $\varepsilon_p$, 0 or more.
+        members: how many members of equal similarity each column stands for, 0 for an empty one;
+            the result is the probability of one of them. None where each column is a member.
 
     Example:
         >>> s = torch.tensor([[0.0, 1.0, 0.0]])
@@ -353,19 +368,35 @@ def selection_probabilities(
     logits = sharpness * similarity.double()
     if considered is not None:
         logits.masked_fill_(~considered, -torch.inf)
+    if members is not None:
+        logits += members.double().log()
     # The client itself is outside the softmax and gets no floor.
-    mass = torch.softmax(logits.scatter_(1, own, -torch.inf), dim=1).add_(floor).scatter_(1, own, 0)
-    total = mass.sum(1, keepdim=True)
+    mass = torch.softmax(logits.scatter_(1, own, -torch.inf), dim=1)
+    if members is not None:
+        mass /= members.clamp(min=1)
+    mass.add_(floor)
+    total = _sum_of_others(mass, own, members)
     if bool(total.isnan().any()):  # the softmax over no members
-        mass = mass.nan_to_num_(nan=floor).scatter_(1, own, 0)
-        total = mass.sum(1, keepdim=True)
+        total = _sum_of_others(mass.nan_to_num_(nan=floor), own, members)
     # No member considered and no floor: all others are equally probable.
     empty = total[:, 0] <= 0
     if bool(empty.any()):
-        mass[empty] = mask_of_others(ids[empty], similarity.shape[1]).double()
-        total = mass.sum(1, keepdim=True)
+        mass[empty] = 1.0
+        total = _sum_of_others(mass, own, members)
     # A population of one has no others, and no mass.
     return mass.div_(total.clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def _sum_of_others(
+    mass: Float[Tensor, "clients population"],
+    own: Int[Tensor, "clients 1"],
+    members: Int[Tensor, "clients population"] | None,
+) -> Float[Tensor, "clients 1"]:
+    """Set the mass of the client itself and of empty columns to 0; return each row's sum."""
+    mass.scatter_(1, own, 0)
+    if members is None:
+        return mass.sum(1, keepdim=True)
+    return mass.masked_fill_(members == 0, 0).mul(members).sum(1, keepdim=True)
 
 
 def find_entropy_tau(

@@ -332,6 +332,15 @@ class Method(Configurable, ABC):
         """
         return ""
 
+    @property
+    def remembered_members(self) -> int | None:
+        """How many other members a client remembers at most; None where it may be all.
+
+        The forecast of a run's memory needs it: the columns of a memory that grow with the
+        population grow to one more than this, the client itself.
+        """
+        return None
+
     @abstractmethod
     def init_state(self, task: Task, rng: Rng) -> State:
         """Return the state before the first round."""

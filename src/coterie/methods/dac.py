@@ -30,6 +30,15 @@ from coterie.methods.base import (
     similarity_report,
 )  # fmt: skip
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
+from coterie.methods.peer_table import (
+    ESTIMATED,
+    MEASURED,
+    ROWS_OF_TABLES,
+    UNKNOWN,
+    PeerTable,
+    TableColumns,
+    table_width,
+)
 from coterie.rng import Rng
 
 Metric = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad", "cos_product"]
@@ -212,7 +221,6 @@ def _scatter_to_members(
     return out, given
 
 
-UNKNOWN, ESTIMATED, MEASURED = 0, 1, 2
 MIN_PROBABILITY = 1e-6
 """Floor $\\varepsilon_p$ of the probabilities with which peers are drawn."""
 
@@ -382,6 +390,9 @@ class Dac(PeerMethod):
         eps: $\varepsilon$ of the inverse similarities.
         selection: import path of a rule of yours that says which peers a client reads, a function
             of `functional.selection.PeerKnowledge`; the draw by similarity when not given.
+        table: members that a client remembers at most, for large populations; all when not given.
+            The others count as unknown. Half of the table is for the most similar members that the
+            client measured itself, the rest for estimates, those of the most similar peer first.
     """
 
     kind: ClassVar[str] = "dac"
@@ -404,13 +415,29 @@ class Dac(PeerMethod):
     b: NonNegativeFloat = 0.2
     eps: NonNegativeFloat = 1e-6
     selection: CustomFunction | None = None
+    table: PositiveInt | None = None
 
     def check(self) -> None:
-        """Parameters are compared at home only."""
+        """Parameters are compared at home only; a table serves the draw by similarity alone."""
         fits = self.loss_direction == "pull" or self.similarity == "inv_loss"
         require(
             fits, "loss_direction", self.loss_direction, "'pull' unless similarity = 'inv_loss'"
         )
+        if self.table is None:
+            return
+        # A client has to remember what it reads in a round until the round's end.
+        expected = f"num_peers ({self.num_peers}) or more"
+        require(self.table >= self.num_peers, "table", self.table, expected)
+        pulls = self.loss_direction == "pull"
+        expected = "'pull' with a table: a push asks all members and answers them"
+        require(pulls, "loss_direction", self.loss_direction, expected)
+        expected = "none with a table: a rule chooses among all members"
+        require(self.selection is None, "selection", self.selection, expected)
+
+    @property
+    def remembered_members(self) -> int | None:
+        """See `Method.remembered_members`."""
+        return self.table
 
     @property
     def privacy_leak(self) -> str:
@@ -424,7 +451,7 @@ class Dac(PeerMethod):
         """One; two more for the answers of a push."""
         return 1 + 2 * (self.loss_direction == "push")
 
-    def init_memory(self, task: Task, rng: Rng) -> PeerSimilarities:
+    def init_memory(self, task: Task, rng: Rng) -> PeerSimilarities | PeerTable:
         """Return a memory without similarities."""
         apart = task.model.init == "per_client" and self.similarity != "inv_loss"
         if apart:
@@ -434,9 +461,10 @@ class Dac(PeerMethod):
         columns = 0
         if apart and self.similarity == "cos_grad":
             columns = task.layout.trainable
-        memory = PeerSimilarities.all_unknown(
-            task.population, task.initial_models(rng)[:, :columns].clone()
-        )
+        origin = task.initial_models(rng)[:, :columns].clone()
+        if self.table is not None:
+            return PeerTable.all_unknown(task.ids, self.table, task.population, origin)
+        memory = PeerSimilarities.all_unknown(task.population, origin)
         if self.selection is None:
             # Only a selection rule asks when a peer was read last.
             return memory
@@ -472,7 +500,7 @@ class Dac(PeerMethod):
 
     def scores_to_share(self, state: State) -> dict[str, Tensor]:
         """Return the similarities to share with peers."""
-        memory: PeerSimilarities = state.memory
+        memory: PeerSimilarities | PeerTable = state.memory
         return memory.scores_to_share("direct", drop_nonpositive=False, dtype=state.params.dtype)
 
     def tau_at(self, round: int) -> float:
@@ -482,19 +510,37 @@ class Dac(PeerMethod):
         return 1 + (self.tau - 1) * math.tanh(self.b * round / 2)
 
     def peer_probabilities(
-        self, ids: Int[Tensor, " clients"], memory: PeerSimilarities, round: int
+        self, ids: Int[Tensor, " clients"], memory: PeerSimilarities | TableColumns, round: int
     ) -> Tensor:
         """Return the probabilities of drawing peers after a round ($p_{ij}$): clients x population.
 
-        Members with an unknown similarity enter the softmax with 0.
+        Members with an unknown similarity enter the softmax with 0. With a table: of one member of
+        each of its columns.
         """
-        tau = self.tau_at(round)
-        return selection.selection_probabilities(
-            memory.similarity, tau, None, ids, floor=MIN_PROBABILITY
+        return self._draw_probabilities(
+            ids, memory, memory.similarity, self.tau_at(round), None, MIN_PROBABILITY
         )
 
-    def draw_peers(self, rnd: Round, memory: PeerSimilarities) -> tuple[Tensor, Tensor]:
+    @staticmethod
+    def _draw_probabilities(
+        ids: Int[Tensor, " clients"],
+        memory: PeerSimilarities | TableColumns,
+        similarity: Float[Tensor, "clients columns"],
+        tau: float | Float[Tensor, " clients"],
+        considered: Bool[Tensor, "clients columns"] | None,
+        floor: float,
+    ) -> Float[Tensor, "clients columns"]:
+        members = None
+        if isinstance(memory, TableColumns):
+            ids, members = memory.own, memory.members
+        return selection.selection_probabilities(
+            similarity, tau, considered, ids, floor=floor, members=members
+        )
+
+    def draw_peers(self, rnd: Round, memory: PeerSimilarities | PeerTable) -> tuple[Tensor, Tensor]:
         """Draw peers; return them and their probabilities, a few rows at a time for the cache."""
+        if isinstance(memory, PeerTable):
+            return self._draw_from_tables(rnd, memory)
         if self.selection is not None:
             assert isinstance(memory, DatedSimilarities)
             met = ReadHistory(memory.count, memory.last)
@@ -525,6 +571,17 @@ class Dac(PeerMethod):
                 )
             # Unused slots (-1) take any probability: nothing arrives there.
             drawn.append((peers, probability.gather(1, peers.clamp(min=0))))
+        peers, prior = (torch.cat(part) for part in zip(*drawn, strict=True))
+        return peers, prior
+
+    def _draw_from_tables(self, rnd: Round, memory: PeerTable) -> tuple[Tensor, Tensor]:
+        drawn = []
+        for first in range(0, max(1, len(rnd.ids)), ROWS_OF_TABLES):
+            rows = slice(first, first + ROWS_OF_TABLES)
+            columns = memory.select_rows(rows).list_columns(rnd.ids[rows], rnd.task.population)
+            # As without a table: the memory is that of the end of the last round.
+            probability = self.peer_probabilities(rnd.ids[rows], columns, max(rnd.index - 1, 0))
+            drawn.append(memory.draw_peers(rnd, rows, probability, self.num_peers))
         peers, prior = (torch.cat(part) for part in zip(*drawn, strict=True))
         return peers, prior
 
@@ -577,10 +634,10 @@ class Dac(PeerMethod):
 
     def update_memory(
         self, rnd: Round, state: State, measured: MeasuredInbox
-    ) -> tuple[PeerSimilarities, Info]:
+    ) -> tuple[PeerSimilarities | PeerTable, Info]:
         """Store measured similarities and estimates from peers; return the memory and the costs."""
         inbox, cost = measured.inbox, dict(measured.cost)
-        before: PeerSimilarities = state.memory
+        before: PeerSimilarities | PeerTable = state.memory
         # A copy: later steps may change it in place.
         memory = before.with_measurements(inbox.peers, measured.similarity, inbox.mask)
         if isinstance(memory, DatedSimilarities):
@@ -593,11 +650,11 @@ class Dac(PeerMethod):
         self,
         rnd: Round,
         state: State,
-        memory: PeerSimilarities,
+        memory: PeerSimilarities | PeerTable,
         relays: Inbox,
         cost: dict[str, Tensor],
         pick: Literal["most", "least"] = "most",
-    ) -> tuple[PeerSimilarities, Info]:
+    ) -> tuple[PeerSimilarities | PeerTable, Info]:
         """Estimate unmeasured similarities from what peers share; return the memory and the costs.
 
         Args:
@@ -609,10 +666,18 @@ class Dac(PeerMethod):
             pick: use the estimate of the most or of the least similar peer.
         """
         zero = torch.zeros_like(rnd.ids)
-        # Each peer shares a number for every member.
-        received = relays.mask.sum(1) * rnd.task.population
+        # Each peer shares a number for every member that it may remember.
+        received = relays.mask.sum(1) * self.count_scores(rnd.task.population)
         cost["extra_floats"] = cost.get("extra_floats", zero) + received
+        if isinstance(memory, PeerTable):
+            return memory.with_estimates(relays, rnd.task.population, pick), cost
         return memory.with_estimates(rnd.ids, relays, pick, fresh=True), cost
+
+    def count_scores(self, population: int) -> int:
+        """Return how many similarities a client shares."""
+        if self.table is None:
+            return population
+        return table_width(self.table, population)
 
     def cost(self, setting: CostSetting, phase: Phase) -> Cost:
         """Count peers' models and shared similarities; a push adds reads of the own model."""
@@ -622,10 +687,13 @@ class Dac(PeerMethod):
         cost = cost_of_reading(setting, peers, scored=peers * (self.similarity == "inv_loss"))
         if self.similarity == "cos_grad" and setting.start_apart:
             cost += Cost(extra_models=peers, bytes=peers * setting.num_compared * size)
-        # a similarity for each member, and whether it counts
-        scores = setting.population * (size + 1)
+        # a similarity for each member, and whether it counts; in a table an id in place of that
+        number, mark = self.count_scores(setting.population), 1
+        if self.table is not None:
+            mark = 4
+        scores = number * (size + mark)
         if self.shares_with_model:
-            cost += Cost(extra_floats=peers * setting.population, bytes=peers * scores)
+            cost += Cost(extra_floats=peers * number, bytes=peers * scores)
         if self.loss_direction == "push":
             # The expected number of members that ask a client without being asked by it.
             pushed = peers * (1 - peers / max(1, setting.num_others))

@@ -20,6 +20,7 @@ from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Round, State, make_variant
 from coterie.methods.cost import Cost, CostSetting, Phase
 from coterie.methods.dac import Dac, DacNoTwoHop, DacVar, MeasuredInbox, PeerSimilarities
+from coterie.methods.peer_table import PeerTable, TableColumns
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,10 @@ class PublishedDac(Dac):
         drawn = self.selection is None or self.aggregation != "fedsim_prior"
         expected = "another one with selection: a rule draws with no probability"
         require(drawn, "aggregation", self.aggregation, expected)
+        if self.table is not None:
+            asked, sharpness = self.two_hop_scope, self.tau_schedule
+            require(asked == "current", "two_hop_scope", asked, "'current' with a table")
+            require(sharpness != "entropy", "tau_schedule", sharpness, "another with a table")
 
     @property
     def asks_history(self) -> bool:
@@ -88,7 +93,7 @@ class PublishedDac(Dac):
 
     def scores_to_share(self, state: State) -> dict[str, Tensor]:
         """Return the similarities to share with peers."""
-        memory: PeerSimilarities = state.memory
+        memory: PeerSimilarities | PeerTable = state.memory
         dropped, dtype = self.drop_nonpositive, state.params.dtype
         return memory.scores_to_share(self.two_hop_relay, drop_nonpositive=dropped, dtype=dtype)
 
@@ -99,7 +104,7 @@ class PublishedDac(Dac):
         return super().tau_at(round)
 
     def peer_probabilities(
-        self, ids: Int[Tensor, " clients"], memory: PeerSimilarities, round: int
+        self, ids: Int[Tensor, " clients"], memory: PeerSimilarities | TableColumns, round: int
     ) -> Tensor:
         """Return the probabilities of drawing peers next ($p_{ij}$): clients x population."""
         # unknown ones are 0
@@ -114,7 +119,7 @@ class PublishedDac(Dac):
                 similarity = selection.scale_min_max(similarity, usable)
         if self.tau_schedule == "entropy":
             tau = selection.find_entropy_tau(similarity, considered, ids, self.entropy)
-        return selection.selection_probabilities(similarity, tau, considered, ids, floor=self.eps_p)
+        return self._draw_probabilities(ids, memory, similarity, tau, considered, self.eps_p)
 
     def aggregation_weights(
         self, rnd: Round, measured: MeasuredInbox, prior: Float[Tensor, "clients peers"]
@@ -128,13 +133,14 @@ class PublishedDac(Dac):
         self,
         rnd: Round,
         state: State,
-        memory: PeerSimilarities,
+        memory: PeerSimilarities | PeerTable,
         relays: Inbox,
         cost: dict[str, Tensor],
         pick: Literal["most", "least"] = "most",
-    ) -> tuple[PeerSimilarities, Info]:
+    ) -> tuple[PeerSimilarities | PeerTable, Info]:
         """Estimate by this round's peers, or by all that were ever read, which are asked for it."""
         if self.asks_history:
+            assert isinstance(memory, PeerSimilarities)  # `check` refuses a table
             # `memory` already counts this round's reads: these peers are asked too.
             earlier = selection.ids_from_mask((memory.count > 0) & rnd.candidates)
             # A client shares what it knew before the round, as every other message does.

@@ -153,7 +153,11 @@ def forecast_driver_memory(
 
 
 def extrapolate_bytes(
-    small: Sequence[Shape], larger: Sequence[Shape], sizes: tuple[int, int], population: int
+    small: Sequence[Shape],
+    larger: Sequence[Shape],
+    sizes: tuple[int, int],
+    population: int,
+    widest: int | None = None,
 ) -> int:
     """Return the size of tensors in a population, extrapolated from two small populations.
 
@@ -165,6 +169,7 @@ def extrapolate_bytes(
         larger: those in the second.
         sizes: of the two populations.
         population: the size that is asked for.
+        widest: the most columns that a table reaches; None for no limit.
 
     Example:
         >>> small, larger = [((4, 4), 8), ((4, 5), 1)], [((6, 6), 8), ((6, 5), 1)]
@@ -174,11 +179,14 @@ def extrapolate_bytes(
     total, step = 0, sizes[1] - sizes[0]
     for (first, itemsize), (second, _) in zip(small, larger, strict=True):
         entries = 1
-        for a, b in zip(first, second, strict=True):
+        for axis, (a, b) in enumerate(zip(first, second, strict=True)):
             # `rest`: the dimension grew by less than the step, so it has reached its limit.
             slope, rest = divmod(b - a, step)
             if not rest:
                 b += slope * (population - sizes[1])
+            # The first axis is that of the clients. In a small population all members fit a table.
+            if widest is not None and axis and slope:
+                b = min(b, widest)
             entries *= b
         total += entries * itemsize
     return total
@@ -213,7 +221,10 @@ def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
         strict=True,
     )
     share = len(task) / task.population
-    own, server, sent = [extrapolate_bytes(a, b, sizes, task.population) for a, b in pairs]
+    widest = method.remembered_members
+    if widest is not None:
+        widest += 1  # the client itself
+    own, server, sent = [extrapolate_bytes(a, b, sizes, task.population, widest) for a, b in pairs]
     return int(share * own) + server, int(share * sent)
 
 

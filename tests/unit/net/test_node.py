@@ -162,6 +162,7 @@ def curious(known):
 
 
 PARITY += [
+    ("dac", {"num_peers": 2, "table": 3}),
     ("random", {"num_peers": 2, "selection": curious, "aggregation": median}),
     ("dac", {"num_peers": 2, "selection": curious, "aggregation": median}),
     ("fedavg", {"aggregation": median}),

@@ -155,6 +155,31 @@ def test_what_a_method_remembers_is_told_from_small_populations(clients):
     assert remembered("fedavg", clients)[0] == 15 * 4 + 8 * clients
 
 
+@pytest.mark.parametrize("clients", [5, 30, 300, 100_000])
+@pytest.mark.parametrize("trial", [64 << 20, 4 * 60])
+def test_a_table_of_peers_grows_with_the_clients_alone(monkeypatch, clients, trial):
+    """4 + 8 + 1 + 4 bytes for each of 9 columns, and 4 + 4 published with 4 for the samples.
+
+    It is told from populations smaller than the table, too, as it has to be with large models.
+    """
+    monkeypatch.setattr(_memory, "_TRIAL_BYTES", trial)
+    federation = tiny_federation(min(clients, 60))
+    task = build_task(federation.host(federation.ids), "linear", engine="loop", dtype=torch.float32)
+    table = METHODS["dac"](table=8)
+    shapes = {
+        size: _memory._list_memory_shapes(table, task, size)[::2]
+        for size in (3, 5)
+        if size <= len(task)
+    }
+    columns = min(9, clients)
+    for part, expected in zip(range(2), (17 * columns, 8 * columns + 4), strict=True):
+        found = _memory.extrapolate_bytes(shapes[3][part], shapes[5][part], (3, 5), clients, 9)
+        assert found == clients * expected
+    if clients <= 60:
+        told = _memory.estimate_method_memory(table, task)
+        assert told == (clients * 17 * columns, clients * (8 * columns + 4))
+
+
 @pytest.mark.parametrize("kind", sorted(METHODS))
 def test_no_method_has_more_in_its_first_round_than_was_told(kind):
     """The bytes of the memory that `init` makes for all clients are those that small populations tell."""

@@ -1,0 +1,365 @@
+"""A bounded memory of peers: each client remembers the similarities of at most so many members.
+
+Its size is clients x table, where a memory of all pairs has clients x population. See decision 036.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from coterie._util import pages
+from coterie.exchange.base import Inbox
+from coterie.functional import selection
+from coterie.methods.base import Round
+
+UNKNOWN, ESTIMATED, MEASURED, OWN = 0, 1, 2, 3
+ROWS_OF_TABLES = 512
+"""Clients per pass: each sorts its table together with those of its peers."""
+
+
+def table_width(table: int, population: int) -> int:
+    """Return the columns of a table: the members that a client remembers, and the client itself."""
+    return min(table, population - 1) + 1
+
+
+@final
+@dataclass(frozen=True)
+class PeerTable:
+    r"""Each hosted client's similarities to a few members of the population.
+
+    A row has ids in ascending order, each once, and -1 behind the last. The client itself is always
+    in it, so that a table of the whole population has the columns of a memory of all pairs. A member
+    in no column is unknown.
+
+    Args:
+        ids: members of the population; -1 for an empty column.
+        similarity: $s_{ij}$; 0 where unknown.
+        status: 0 unknown, 1 estimated from peers, 2 measured, 3 the client itself.
+        count: how often i has read j since j is in its table.
+        origin: $w^0$ of each client where messages carry it; else without columns.
+    """
+
+    ids: Int[Tensor, "clients slots"]
+    similarity: Float[Tensor, "clients slots"]
+    status: Int[Tensor, "clients slots"]
+    count: Int[Tensor, "clients slots"]
+    origin: Float[Tensor, "clients origin"]
+
+    @staticmethod
+    def all_unknown(
+        own: Int[Tensor, " clients"], table: int, population: int, origin: Tensor
+    ) -> "PeerTable":
+        """Return tables without similarities.
+
+        Args:
+            own: ids of the hosted clients.
+            table: members that each remembers at most.
+            population: number of clients in all.
+            origin: first models where messages carry them; else without columns.
+        """
+        shape = (len(own), table_width(table, population))
+        ids = pages.empty(*shape, dtype=torch.int32)
+        status = pages.empty(*shape, dtype=torch.int8).zero_()
+        if shape[1] == population:
+            # All members have their column from the start, and none is ever replaced.
+            ids.copy_(torch.arange(population))
+            status.scatter_(1, own[:, None], OWN)
+        else:
+            ids.fill_(-1)[:, 0] = own
+            status[:, 0] = OWN
+        similarity = pages.empty(*shape, dtype=torch.float64).zero_()
+        count = pages.empty(*shape, dtype=torch.int32).zero_()
+        return PeerTable(ids, similarity, status, count, origin)
+
+    def select_rows(self, rows: slice) -> "PeerTable":
+        """Return the tables of some clients, not copied."""
+        return PeerTable(
+            self.ids[rows],
+            self.similarity[rows],
+            self.status[rows],
+            self.count[rows],
+            self.origin[rows],
+        )
+
+    def with_measurements(
+        self,
+        peers: Int[Tensor, "clients peers"],
+        similarity: Float[Tensor, "clients peers"],
+        mask: Bool[Tensor, "clients peers"],
+    ) -> "PeerTable":
+        """Return a copy with measured similarities, which all stay in it in this round."""
+        ids, values, status, count = (
+            pages.empty(*t.shape, dtype=t.dtype)
+            for t in (self.ids, self.similarity, self.status, self.count)
+        )
+        new = PeerTable(ids, values, status, count, self.origin)
+        for rows in _split_rows(len(peers)):
+            mine, read = self.select_rows(rows), mask[rows]
+            asked = torch.where(read, peers[rows], -1)
+            # Peers of a row are distinct, and so are the ids of a table.
+            same = (asked[:, :, None] == mine.ids[:, None, :]) & read[:, :, None]
+            before = (same * mine.count[:, None, :]).sum(2)
+            measured = _Entries(
+                asked,
+                torch.zeros_like(asked),
+                torch.where(read, similarity[rows].double(), 0),
+                torch.full_like(asked, MEASURED),
+                before + 1,
+            )
+            merged = _Entries.of_table(mine, torch.ones_like(mine.ids)).join(measured)
+            merged.write_into(new.select_rows(rows), stays=merged.rank == 0)
+        return new
+
+    def usable_members(self, *, drop_nonpositive: bool) -> Bool[Tensor, "clients slots"]:
+        """Return the columns of members with a known similarity."""
+        known = (self.status == ESTIMATED) | (self.status == MEASURED)
+        if drop_nonpositive:
+            known &= self.similarity > 0
+        return known
+
+    def scores_to_share(
+        self, relay: str, *, drop_nonpositive: bool, dtype: torch.dtype
+    ) -> dict[str, Shaped[Tensor, "..."]]:
+        """Return the similarities that a client shares with its peers, as two extras of a message.
+
+        Args:
+            relay: "direct": those it measured itself; "any": estimates too.
+            drop_nonpositive: leave out similarities of 0 and below.
+            dtype: the type in which they are sent.
+        """
+        shared = self.usable_members(drop_nonpositive=drop_nonpositive)
+        if relay == "direct":
+            shared &= self.status == MEASURED
+        return {
+            "similarity": self.similarity.masked_fill(~shared, 0).to(dtype),
+            "members": self.ids.masked_fill(~shared, -1),
+        }
+
+    def with_estimates(self, relays: Inbox, population: int, pick: str) -> "PeerTable":
+        """Estimate unmeasured similarities from the ones that peers share, in place.
+
+        Args:
+            relays: messages of peers that were measured in this round, with the extras of
+                `scores_to_share`.
+            population: number of clients in all; a peer that shares other ids is not believed.
+            pick: use the estimate of the "most" or the "least" similar peer.
+        """
+        told, similarity = relays.fields["members"], relays.fields["similarity"]
+        told = told.masked_fill((told < 0) | (told >= population), -1)
+        for rows in _split_rows(len(relays.peers)):
+            mine, peers, index = self.select_rows(rows), relays.peers[rows], relays.index[rows]
+            answered = relays.mask[rows] & (peers >= 0)
+            # What was read in this round is in the table, see `with_measurements`.
+            same = (peers[:, :, None] == mine.ids[:, None, :]) & answered[:, :, None]
+            preference = (same * mine.similarity[:, None, :]).sum(2)
+            if pick == "least":
+                preference = -preference
+            place = selection.place_peers(preference, peers)
+            width, shape = told.shape[1], (len(peers), -1)
+            ids = torch.where(answered[:, :, None], told[index], -1).reshape(shape)
+            shared = _Entries(
+                ids,
+                # The preferred peer has rank 1.
+                (place + 1).repeat_interleave(width, 1),
+                similarity[index].double().reshape(shape),
+                torch.full_like(ids, ESTIMATED),
+                torch.zeros_like(ids),
+            )
+            # What the client measured precedes all estimates, an older estimate follows them.
+            last = peers.shape[1] + 1
+            own = _Entries.of_table(mine, torch.where(mine.status >= MEASURED, 0, last))
+            own.join(shared).write_into(mine)
+        return self
+
+    def list_columns(self, own: Int[Tensor, " clients"], population: int) -> "TableColumns":
+        """Return the columns among which each client draws."""
+        at = self.ids == own[:, None]
+        status = self.status.masked_fill(at, UNKNOWN)
+        column = at.to(torch.int8).argmax(1)
+        if self.ids.shape[1] == population:
+            return TableColumns(self.similarity, status, column, None)
+        listed = self.ids >= 0
+        # One more column for all members that are not in the table.
+        others = (population - listed.sum(1))[:, None]
+        members = torch.cat([listed.to(others), others], dim=1)
+        similarity = torch.nn.functional.pad(self.similarity, (0, 1))
+        return TableColumns(similarity, torch.nn.functional.pad(status, (0, 1)), column, members)
+
+    def draw_peers(
+        self, rnd: Round, rows: slice, probability: Float[Tensor, "clients columns"], count: int
+    ) -> tuple[Int[Tensor, "clients peers"], Float[Tensor, "clients peers"]]:
+        """Draw peers of some clients without replacement; return them and their probabilities.
+
+        Members of the table have a draw each. Of the others, which are equally probable, only those
+        with the smallest draws matter: the order statistics of all their draws are drawn.
+
+        Args:
+            rnd: the round.
+            rows: the clients.
+            probability: of each column of `list_columns`.
+            count: how many each draws.
+        """
+        own, ids, reachable = rnd.ids[rows], self.ids[rows].long(), rnd.reachable
+        population, width = rnd.task.population, ids.shape[1]
+        if reachable.ndim > 1:
+            reachable = reachable[rows]
+        number = reachable.sum(-1)
+        reachable = reachable.expand(len(own), -1)
+        listed = reachable.gather(1, ids.clamp(min=0)) & (ids >= 0)
+        allowed, mass = listed & (ids != own[:, None]), probability
+        if width == population:
+            draws = rnd.rng.pairs("peers", own, population)
+        else:
+            draws = rnd.rng.uniform("peers", own, width)
+            count = min(count, population - 1)
+            order = torch.arange(count)
+            # Of n uniform draws the smallest is 1 - v^(1/n), the next the smallest of n - 1 above it.
+            others = (number - listed.sum(1))[:, None] - order
+            steps = torch.log1p(-rnd.rng.uniform("peers outside", own, count))
+            smallest = -torch.expm1((steps / others.clamp(min=1)).cumsum(1))
+            draws = torch.cat([draws, smallest], dim=1)
+            allowed = torch.cat([allowed, others > 0], dim=1)
+            mass = torch.cat([mass[:, :width], mass[:, width:].expand(-1, count)], dim=1)
+        columns, certain = selection.sample_peers_quickly(mass, draws, count, allowed)
+        if not bool(certain.all()):
+            rest = ~certain
+            noise = -(-torch.log1p(-draws[rest])).log()
+            columns[rest] = selection.sample_peers(mass[rest].log(), noise, count, allowed[rest])
+        prior = mass.gather(1, columns.clamp(min=0))
+        inside = columns.clamp(min=0, max=width - 1)
+        peers = torch.where(columns < 0, -1, ids.gather(1, inside))
+        _draw_unlisted(rnd, own, ids, reachable, peers, columns >= width)
+        return peers, prior
+
+
+@final
+@dataclass(frozen=True)
+class TableColumns:
+    """The columns among which clients draw: their tables, and one for all members outside.
+
+    Args:
+        similarity: of each column; 0 where unknown.
+        status: as in `PeerTable`; the client itself counts as unknown.
+        own: the column of the client itself.
+        members: how many members a column stands for; None where each is one.
+    """
+
+    similarity: Float[Tensor, "clients columns"]
+    status: Int[Tensor, "clients columns"]
+    own: Int[Tensor, " clients"]
+    members: Int[Tensor, "clients columns"] | None
+
+    def usable_members(self, *, drop_nonpositive: bool) -> Bool[Tensor, "clients columns"]:
+        """Return the columns with a known similarity."""
+        known = self.status > UNKNOWN
+        if drop_nonpositive:
+            known &= self.similarity > 0
+        return known
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """What may stay in the tables of some clients, in any order; an id may occur several times.
+
+    Args:
+        ids: -1 for none.
+        rank: of entries with the same id the one of the lowest rank counts.
+        similarity: see `PeerTable`.
+        status: see `PeerTable`.
+        count: see `PeerTable`.
+    """
+
+    ids: Int[Tensor, "clients entries"]
+    rank: Int[Tensor, "clients entries"]
+    similarity: Float[Tensor, "clients entries"]
+    status: Int[Tensor, "clients entries"]
+    count: Int[Tensor, "clients entries"]
+
+    @staticmethod
+    def of_table(table: PeerTable, rank: Int[Tensor, "clients slots"]) -> "_Entries":
+        return _Entries(table.ids, rank, table.similarity, table.status, table.count)
+
+    def join(self, other: "_Entries") -> "_Entries":
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return _Entries(*(torch.cat([a.to(b.dtype), b], dim=1) for a, b in pairs))
+
+    def write_into(
+        self, table: PeerTable, stays: Bool[Tensor, "clients entries"] | None = None
+    ) -> None:
+        """Write the entries that stay into a table of the same clients.
+
+        The client itself stays, entries of `stays`, and of the measured members the most similar
+        ones, up to half of the table. The other places go to the estimates of the preferred peer,
+        the highest first, then to those of the next; to older estimates; and to the rest of what
+        was measured. Ties go to the lowest id.
+        """
+        width, size = table.ids.shape[1], self.ids.shape[1]
+        last = torch.iinfo(torch.int64).max
+        key = self.ids.long() * (int(self.rank.max()) + 1) + self.rank
+        order = torch.where(self.ids < 0, last, key).argsort(1)
+        ids, similarity, status = (
+            value.gather(1, order) for value in (self.ids, self.similarity, self.status)
+        )
+        valid = ids >= 0
+        valid[:, 1:] &= ids[:, 1:] != ids[:, :-1]
+        certain = valid & (status == OWN)
+        if stays is not None:
+            certain |= valid & stays.gather(1, order)
+        # Estimates cannot displace what the client found itself: it is all that peers believe.
+        found = valid & (status == MEASURED)
+        best = similarity.masked_fill(~found, -torch.inf)
+        best = best.argsort(dim=1, descending=True, stable=True)[:, : (width - 1) // 2]
+        found &= torch.zeros_like(found).scatter_(1, best, True)
+        # Estimates of the preferred peer come first; unknown members are in tables of the whole
+        # population only, where all have a place.
+        rank, most = self.rank.gather(1, order), int(self.rank.max()) + 3
+        tier = torch.where(status == ESTIMATED, rank + 2, most)
+        tier = tier.masked_fill_(found, 1).masked_fill_(certain, 0).masked_fill_(~valid, most + 1)
+        chosen = similarity.argsort(dim=1, descending=True, stable=True)
+        chosen = chosen.gather(1, tier.gather(1, chosen).argsort(dim=1, stable=True))[:, :width]
+        # In the order of ids again, empty columns last.
+        at = torch.where(valid.gather(1, chosen), chosen, size).sort(1).values
+        empty, at = at == size, order.gather(1, at.clamp(max=size - 1))
+        for name, fill in (("ids", -1), ("similarity", 0), ("status", 0), ("count", 0)):
+            getattr(table, name).copy_(getattr(self, name).gather(1, at).masked_fill_(empty, fill))
+
+
+def _split_rows(rows: int) -> Iterator[slice]:
+    for first in range(0, rows, ROWS_OF_TABLES):
+        yield slice(first, first + ROWS_OF_TABLES)
+
+
+def _draw_unlisted(
+    rnd: Round,
+    own: Int[Tensor, " clients"],
+    ids: Int[Tensor, "clients slots"],
+    reachable: Bool[Tensor, "clients population"],
+    peers: Int[Tensor, "clients peers"],
+    outside: Bool[Tensor, "clients peers"],
+) -> None:
+    """Fill slots with distinct members that can be reached and are not in the client's table."""
+    common = None
+    if rnd.reachable.ndim == 1:
+        common = np.flatnonzero(rnd.reachable.numpy())
+    for row in outside.any(1).nonzero().flatten().tolist():
+        stream = rnd.rng.generator("peers unlisted", int(own[row]))
+        members, taken, found = common, set(ids[row].tolist()), []
+        if members is None:
+            members = np.flatnonzero(reachable[row].numpy())
+        wanted = int(outside[row].sum())
+        # Rejection is slow where most members are in the table: then their list is permuted.
+        if 2 * (wanted + len(taken)) > len(members):
+            rest = [member for member in members.tolist() if member not in taken]
+            found = stream.permutation(rest)[:wanted].tolist()
+        while len(found) < wanted:
+            for place in stream.integers(len(members), size=2 * wanted).tolist():
+                member = int(members[place])
+                if len(found) < wanted and member not in taken:
+                    found.append(member)
+                    taken.add(member)
+        peers[row, outside[row]] = torch.tensor(found)
