@@ -159,7 +159,7 @@ def table_run(tmp_path):
         client="site",
         impute={"pulse": "mean"},
         scale="standard",
-        test=test,
+        test=test.drop(columns="site"),
     )
     settings = coterie.Settings(rounds=3, engine="loop")
     run = coterie.simulate(
