@@ -244,6 +244,7 @@ def test_policies_for_running_statistics_run_on_a_device(cuda: Cuda, buffers: An
     )
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.* while clients start from different models")
 def test_lost_late_and_repeated_messages_and_stopped_clients_survive_a_resume_on_a_device(
     cuda: Cuda, tmp_path: Path

@@ -1228,6 +1228,7 @@ def verdicts() -> list[tuple[str, str, list[str]]]:
     ]
 
 
+@pytest.mark.full
 def test_every_claim_has_a_verdict_of_a_kind_that_its_runs_allow():
     """Held or not held by a run of full size, so far by a smaller one, or undecided: no run, or a reason."""
     known = {

@@ -45,6 +45,7 @@ def test_formulas_are_shown_without_a_script(site):
     assert r"\tau" not in page
 
 
+@pytest.mark.full
 def test_no_page_loads_anything_from_another_machine(site):
     """No remote font, script, style or picture; the reports of stored runs are pages of their own, and tested too."""
     loads = re.compile(

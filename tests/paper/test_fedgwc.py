@@ -543,6 +543,7 @@ def test_the_released_preset_is_the_authors_code():
     assert torch.equal(after.label[:, None] == after.label, expected[:, None] == expected)
 
 
+@pytest.mark.full
 def test_fedgwc_finds_two_loss_levels_by_itself():
     """End to end on the server: 40 clients at two loss levels; the clock strikes and the split is the planted one."""
     method = PublishedFedGwc(eps=3e-5, min_pair_updates=1.0, explore=False)

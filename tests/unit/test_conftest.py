@@ -201,6 +201,7 @@ def test_what_is_absent_skips_a_test_and_fails_it_where_ci_says_that_everything_
     assert "skipped where COTERIE_CI=1 says that everything is there" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FINE)
 def test_extras_that_are_left_out_and_known_failures_do_not_fail_in_ci(ended, name):
     assert ended["1"][name][0] == "skipped"

@@ -309,6 +309,7 @@ def test_commands_say_which_runs_are_missing_or_damaged_and_which_seeds_are_comp
     assert max(len(line) for line in out.splitlines()) <= 80
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", [("show",), ("compare",)])
 def test_the_numbers_shown_are_those_of_the_common_seeds(coterie, lacking, command):
     """Seed 0 alone, without a deviation; n stands at each method."""

@@ -304,6 +304,7 @@ def test_a_sweep_leaves_the_bytes_of_this_machine(cluster, tmp_path):
     assert len([name for name in here if name.endswith("metrics.parquet")]) == 4
 
 
+@pytest.mark.full
 def test_where_ray_has_no_room_for_data_one_line_says_so(cluster, monkeypatch):
     def full(value):
         raise ray.exceptions.ObjectStoreFullError("no space\nis left")
@@ -316,6 +317,7 @@ def test_where_ray_has_no_room_for_data_one_line_says_so(cluster, monkeypatch):
         list(RayRuns()(print, ["one"], 1, print))
 
 
+@pytest.mark.full
 def test_the_machines_are_looked_at_before_the_first_run(cluster, monkeypatch):
     """Each answers for itself; what is equal is not spoken of, other software is refused."""
     own = doctor.describe_this_machine()

@@ -159,6 +159,7 @@ def test_every_engine_trains_as_torch_optim_does(trained, name):
             torch.testing.assert_close(found[client], wanted, rtol=0, atol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in CASES if settings_of(name).num_moments])
 def test_what_an_optimizer_remembers_is_torch_optims_and_training_goes_on_from_it(trained, name):
     """Two steps, and the steps after them from their moments, are all steps by one optimizer."""

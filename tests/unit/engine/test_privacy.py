@@ -136,6 +136,7 @@ def test_who_is_hosted_beside_changes_no_bit(engine):
     assert torch.equal(together, apart)
 
 
+@pytest.mark.full
 def test_a_block_may_host_none_of_the_clients_of_a_round():
     settings = replace(tiny_settings(rounds=2), local=SGD, engine="loop", participation=1)
     data = tiny_federation()

@@ -49,6 +49,7 @@ def run(method, *, clients=CLIENTS, **settings):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", first_only(METHODS))
 def test_a_table_of_all_members_gives_the_bytes_of_a_memory_of_all_pairs(name, settings):
@@ -71,6 +72,7 @@ def test_a_smaller_table_gives_another_result():
     assert not torch.equal(table.params, dense.params)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", first_only(METHODS))
 def test_tables_keep_the_contract(name):
     """Draws of a table are by column, not by member: new ids give other draws."""
@@ -183,6 +185,7 @@ def test_members_outside_a_table_count_as_unknown():
     assert floor.tolist() == [[0, 1, 0, 0]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_peers", [1, 3])
 def test_peers_are_drawn_as_often_as_from_a_memory_of_all_pairs(play, num_peers):
     """The share of draws in which each member occurs, of 1,000, with tables that hold all that is known.

@@ -252,6 +252,7 @@ def test_methods_that_need_different_models_refuse_one_set_of_weights(kind):
         assert start(module, method, init="redrawn").params.abs().max() < 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["sosicfl", "sosicfl-all", "sosicfl-plus"])
 def test_a_simplex_of_a_given_module_starts_at_its_weights_and_spreads(kind):
     """All endpoints are the given weights, so each served mixture is the given model; training parts them."""
@@ -395,6 +396,7 @@ def old_weight_norm():
     return nn.Sequential(nn.Linear(4, 5), weight_norm(nn.Linear(5, 3)))
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning", "ignore:.*torch.jit.*")
 @pytest.mark.parametrize(
     ("make", "text"),

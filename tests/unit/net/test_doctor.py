@@ -69,6 +69,7 @@ def test_a_certificate_that_is_over_ends_the_examination_with_both_dates(tmp_pat
     assert only.endswith("ask the organizer for a new one, or check the clock")
 
 
+@pytest.mark.full
 def test_a_certificate_that_ends_within_30_days_is_told(tmp_path, port, monkeypatch):
     ends = {"node-00": (25.0, None), "node-01": (20.4, 30)}
     monkeypatch.setattr(doctor.rosters, "find_ends", lambda roster, now: ends)

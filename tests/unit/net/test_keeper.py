@@ -199,6 +199,7 @@ def test_a_member_that_is_removed_is_read_by_nobody_from_the_next_round_on(run, 
     assert again.roster.removed == (3,)
 
 
+@pytest.mark.full
 def test_one_member_that_has_the_new_roster_gives_it_to_the_others(run, organizer):
     nodes = [run.node(f"n{i}") for i in range(3)]
 

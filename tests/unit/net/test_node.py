@@ -547,6 +547,7 @@ def test_a_node_with_another_method_is_turned_away_and_told_why(networks):
     assert "method.num_peers is 5 there and 2 here" in told[5]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", first_only(["fedavg", "fedgwc", "ditto"]))
 def test_nodes_outside_a_cohort_stay_in_step(networks, kind):
     """With half of the clients in a round, those who sat it out fetch the newest model like the others."""

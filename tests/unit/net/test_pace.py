@@ -383,6 +383,7 @@ def test_one_slow_member_of_eight_is_named_and_costs_a_tenth_of_the_time_at_most
     assert all("n7" in json.dumps(event) for event in warnings), warnings
 
 
+@pytest.mark.full
 def test_a_client_that_is_always_late_is_left_out_by_its_server(tmp_path):
     """n3 comes 0.8 s after the others in each of seven rounds; three of them wait for it."""
     fleet = Fleet(tmp_path, "fedavg", 4, 7, slow=0.3)
@@ -400,6 +401,7 @@ def test_a_client_that_is_always_late_is_left_out_by_its_server(tmp_path):
 # ---------------------------------------------------------------- over sockets
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["drip", "tarpit", "cut"])
 def test_over_mutual_tls_a_member_that_holds_its_answer_costs_its_patience_once(
     tmp_path, port, how

@@ -389,6 +389,7 @@ def test_of_a_sweep_over_data_the_points_are_compared_by_their_folders(five):
     assert len(content["pairs"]) == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("option", "value", "said"),
     [

@@ -443,6 +443,7 @@ def names(readers, listed):
     return names
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("figure", ["heatmap", "graph"])
 def test_clients_are_named_in_figures_and_whole_in_the_tables_behind(
     readers, names, tmp_path, figure

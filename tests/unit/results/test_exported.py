@@ -85,6 +85,7 @@ def test_a_graph_of_another_model_is_refused_and_not_kept(models, tmp_path, monk
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not ONNX, reason="the extra onnx is not installed")
 def test_the_reference_of_onnx_serves_without_its_runtime(models, tmp_path, monkeypatch):
     path = export_model(models, 1, tmp_path / "m.onnx")

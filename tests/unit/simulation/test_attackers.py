@@ -270,6 +270,7 @@ def test_one_member_ruins_a_run_that_accepts_everything_and_not_one_that_judges(
     assert accuracy(digits, acceptance=True) > unharmed - 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("participation", [0.2, 2])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["random", "dac"])

@@ -97,6 +97,7 @@ def run_fedavg_plainly(module, data):
     return module
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("engine", ["loop", "auto"])
 def test_two_rounds_of_adapters_are_those_of_peft_alone(side, engine):
@@ -191,6 +192,7 @@ def test_a_loss_that_shows_each_token_to_itself_is_said():
         coterie.simulate(build(), coterie.Local(), model=make_llama(), settings=settings)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fault", [True, False])
 def test_dropout_before_a_weight_of_zero_is_compared_by_means(fault, monkeypatch):
     """It changes gradients and no output: the check of the translation compares draws, and still names a dropout that is left out."""

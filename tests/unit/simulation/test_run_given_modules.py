@@ -116,6 +116,7 @@ def test_a_model_that_samples_in_evaluation_has_the_results_of_the_seed(engine, 
     assert results[0].equals(results[1])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["auto", *ENGINES])
 def test_endpoints_of_all_layers_take_batch_normalization(engine):
     def net() -> nn.Module:

@@ -76,6 +76,7 @@ class Interrupted(Exception):
     pass
 
 
+@pytest.mark.full
 def test_a_study_leaves_the_agreed_files(finished):
     folder = finished.folder
     assert folder.name == "tiny"
@@ -165,6 +166,7 @@ def test_the_results_do_not_depend_on_the_number_of_workers(finished, tmp_path):
     assert len(contents(one.folder)) == 4 * len(FILES)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("free", "given"), [(10**6, True), (0, False)])
 def test_data_are_shared_with_the_workers_where_the_shared_memory_has_room(
     free, given, tmp_path, monkeypatch
@@ -270,6 +272,7 @@ def test_resuming_a_finished_study_runs_nothing(finished):
     assert again.rows.equals(finished.rows)
 
 
+@pytest.mark.full
 def test_a_study_can_grow_by_seeds_and_methods(finished, tmp_path):
     federation = {seed: tiny_federation(seed=seed) for seed in (0, 1)}
     run_study(small("seeds=[0]"), out=tmp_path, federation=federation.__getitem__)

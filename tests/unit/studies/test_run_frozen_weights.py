@@ -185,6 +185,7 @@ def test_deleted_and_damaged_weights_are_written_again(copied: Path) -> None:
     assert not list(copied.rglob("*.tmp"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("moment", ["before the link", "after the link"])
 def test_a_kill_at_any_moment_leaves_a_study_to_go_on_with(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -71,6 +71,7 @@ def test_runs_of_another_study_are_taken_and_the_rest_is_run(out):
     assert config.load_study(second.folder / "local/seed-1/config.toml").name == "second"
 
 
+@pytest.mark.full
 def test_a_taken_run_stays_when_its_source_is_deleted_or_moved(out):
     second, _, _ = run(out, "name=second")
     shutil.rmtree(out / "first")
@@ -93,6 +94,7 @@ def test_a_run_with_another_setting_is_not_taken(out, change):
     assert sum(one.finished for one in found) == 2 * len(kept)
 
 
+@pytest.mark.full
 def test_a_run_of_other_data_is_not_taken(out):
     def other(seed):
         data = make_data(seed)
@@ -102,6 +104,7 @@ def test_a_run_of_other_data_is_not_taken(out):
     assert len(run(out, "name=second", data=other)[1]) == 4
 
 
+@pytest.mark.full
 def test_a_run_of_other_code_is_not_taken(out, monkeypatch):
     monkeypatch.setattr(origin, "compute_code_digest", lambda: "of another version")
     assert len(run(out, "name=second")[1]) == 4
@@ -115,6 +118,7 @@ def test_a_damaged_run_is_not_taken(out, name):
     assert run(out, "name=second")[1] == {("local", 0)}
 
 
+@pytest.mark.full
 def test_an_unfinished_run_is_not_taken(out):
     for name in ("metrics.parquet", "provenance.json"):
         (out / "first/local/seed-0" / name).unlink()
