@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pandas as pd
+import pytest
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
