@@ -183,7 +183,7 @@ def show_status(
       coterie status runs/rotated-digits
     """
     from coterie.cluster import status as state
-    from coterie.studies.run import is_node_folder
+    from coterie.results.stored_runs import is_node_folder
 
     found = state.load_statuses(folder)
     for line in state.format_statuses(found):

@@ -149,8 +149,8 @@ class PeerTable:
             population: number of clients in all; a peer that shares other ids is not believed.
             pick: use the estimate of the "most" or the "least" similar peer.
         """
-        told, similarity = relays.fields["members"], relays.fields["similarity"]
-        told = told.masked_fill((told < 0) | (told >= population), -1)
+        members, similarity = relays.fields["members"], relays.fields["similarity"]
+        members = members.masked_fill((members < 0) | (members >= population), -1)
         for rows in _split_rows(len(relays.peers)):
             mine, peers, index = self.select_rows(rows), relays.peers[rows], relays.index[rows]
             answered = relays.mask[rows] & (peers >= 0)
@@ -160,8 +160,8 @@ class PeerTable:
             if pick == "least":
                 preference = -preference
             place = selection.place_peers(preference, peers)
-            width, shape = told.shape[1], (len(peers), -1)
-            ids = torch.where(answered[:, :, None], told[index], -1).reshape(shape)
+            width, shape = members.shape[1], (len(peers), -1)
+            ids = torch.where(answered[:, :, None], members[index], -1).reshape(shape)
             shared = _Entries(
                 ids,
                 # The preferred peer has rank 1.

@@ -14,8 +14,8 @@ from coterie.errors import PeerMismatch, TransportError
 from coterie.net import roster as rosters
 from coterie.net.roster import Roster
 from coterie.net.wire import MAX_ROSTER
+from coterie.results.stored_runs import ROSTER_SEEN
 
-SEEN = "roster.seen"
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -39,7 +39,7 @@ class Keeper:
         folder: Path,
         log: Callable[..., None] = lambda *_, **__: None,
     ):
-        self.file, self._seen, self._log = file, folder / SEEN, log
+        self.file, self._seen, self._log = file, folder / ROSTER_SEEN, log
         self._organizer_file, self._organizer = organizer, rosters.load_organizer_key(organizer)
         # Before the content: a file that is replaced in between has another stamp, and is read
         # again.

@@ -38,6 +38,8 @@ CONFIG = "config.toml"
 FEDERATION = "federation.json"
 # Of a node between machines: its network as it is now.
 NETWORK = "network.json"
+# The newest roster that it has seen, in the folder above that of its study.
+ROSTER_SEEN = "roster.seen"
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,12 @@ def load_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[Unread
                 )
             (runs if isinstance(run, StoredRun) else problems).append(run)
     return _join_node_runs(runs), problems
+
+
+def is_node_folder(folder: Path) -> bool:
+    """Return whether a node between machines writes the study in this folder."""
+    # The node's roster lies next to its study.
+    return any((place / ROSTER_SEEN).exists() for place in (*folder.parents,)[:3])
 
 
 def has_runs(path: str | Path) -> bool:

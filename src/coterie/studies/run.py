@@ -503,12 +503,6 @@ def resume_study(
     )  # fmt: skip
 
 
-def is_node_folder(folder: Path) -> bool:
-    """Return whether a node between machines writes the study in this folder."""
-    # The node's roster lies next to its study.
-    return any((place / "roster.seen").exists() for place in (*folder.parents,)[:3])
-
-
 def load_stored_study(folder: str | Path, *, to_run: bool = False) -> tuple[StudyConfig, Path]:
     """Return the study in a folder, and the folder under which it was started.
 
@@ -538,7 +532,7 @@ def load_stored_study(folder: str | Path, *, to_run: bool = False) -> tuple[Stud
     )
     # A name may have several parts, each of which is a folder.
     depth = len(Path(study.name).parts)
-    if to_run and is_node_folder(path):
+    if to_run and stored_runs.is_node_folder(path):
         raise ConfigError(
             f"{folder} is the folder of a node, whose data are its own: start the node again, "
             "coterie node NODE.toml, and it goes on"

@@ -15,13 +15,14 @@ from tests.training import intercept_training
 from coterie.errors import ConfigError, TransportError
 from coterie.methods import METHODS
 from coterie.net import head, identity, local, roster, setup
-from coterie.net.keeper import SEEN, Keeper
+from coterie.net.keeper import Keeper
 from coterie.net.log import Log
 from coterie.net.node import Node, Patience, RunSpec
 from coterie.net.outbox import Missing
 from coterie.net.payload import Template
 from coterie.net.post import Terms
 from coterie.net.transport import Hub, InProcess
+from coterie.results.stored_runs import ROSTER_SEEN
 from coterie.rng import Rng
 from coterie.testing import tiny_federation, tiny_settings
 
@@ -213,7 +214,9 @@ def test_one_member_that_has_the_new_roster_gives_it_to_the_others(run, organize
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(life, nodes)) == ["", "", ""]
     assert [node.roster.version for node in nodes] == [2, 2, 2]
-    assert (run.folder / "n0" / SEEN).read_bytes()[64:] == (organizer / "roster.toml").read_bytes()
+    assert (run.folder / "n0" / ROSTER_SEEN).read_bytes()[64:] == (
+        organizer / "roster.toml"
+    ).read_bytes()
 
 
 def test_after_a_new_key_the_old_one_signs_nothing_that_counts(run, organizer, tmp_path):
