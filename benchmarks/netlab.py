@@ -254,6 +254,8 @@ def difference_of_replay(
         ended: the nodes that came to the end; all when None.
     """
     plan, federation = plan_and_data(study)
+    # The nodes train with one thread each, and sums of the loop engine are rounded by the number.
+    torch.set_num_threads(1)
     loop = replay(plan, federation, {place: [number] for number, place in enumerate(places)})
     worst = 0.0
     for number, place in enumerate(places):

@@ -19,7 +19,7 @@ from coterie.data.federation import Federation
 from coterie.errors import DataError
 from coterie.exchange.base import Inbox, Message
 from coterie.exchange.in_memory import InMemory
-from coterie.methods.base import Round
+from coterie.methods.base import Info, Round, zip_tensors
 from coterie.net.node import ARRIVALS, RunSpec
 from coterie.rng import Rng
 from coterie.runtime.loop import Loop
@@ -150,17 +150,30 @@ class ReplayLoop(Loop):
         if not len(rows):
             self._finish_round(index, rows, {})
             return
-        new, info = self.method.round(
-            self._make_round(index, rows, cohort), self.state.select_rows(rows)
-        )
+        rnd = self._make_round(index, rows, cohort)
+        new, info = self._apply_method(rnd, self.state.select_rows(rows))
         kept = torch.tensor(
             [k for k, r in enumerate(rows.tolist()) if (index, ids[r]) in arrivals.completed]
         )
         kept = kept.to(torch.int64)
         self.state = self.state.replace_rows(rows[kept], new.select_rows(kept))
+        info = self._finish_extensions(rnd, rows, rows[kept], info)
         info = {name: value[kept] for name, value in info.items()}
         self.record.add_edges(index, self.task.ids[rows[kept]], info)
         self._finish_round(index, rows[kept], info)
+
+    def _finish_extensions(self, rnd: Round, rows: Tensor, completed: Tensor, info: Info) -> Info:
+        """Let the extensions finish the round; those of clients that did not complete it forget it."""
+        for extension in self.extensions:
+            before = extension.state
+            info = extension.finish_round(rnd, rows, info)
+            if before is not None:
+                extension.state = zip_tensors(
+                    before,
+                    extension.state,
+                    lambda old, new: old.index_copy(0, completed, new[completed]),
+                )
+        return info
 
 
 def replay(plan: RunSpec, federation: Federation, folders: Mapping[Path, Iterable[int]]) -> Loop:

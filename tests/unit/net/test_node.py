@@ -313,13 +313,15 @@ def crash_in(node: Node, round: int) -> None:
 
 
 @pytest.mark.full
-def test_a_node_that_is_killed_comes_back_and_the_run_can_be_replayed(networks):
+@pytest.mark.parametrize("acceptance", [False, True])
+def test_a_node_that_is_killed_comes_back_and_the_run_can_be_replayed(networks, acceptance):
     """It fails in round 1 with its message published, restarts from its checkpoint, catches up and takes part again.
 
     The others draw replacements. The simulator, given the journals, ends with the same models to
     the last bit.
     """
-    network = networks("random", rounds=8)
+    # With acceptance, what a client remembers of others decides whom it reads.
+    network = networks("random", rounds=8, acceptance=acceptance)
     crash_in(network.node(4), 1)
 
     def life(number: int) -> None:
