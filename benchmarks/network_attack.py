@@ -31,17 +31,12 @@ PORT = 28800
 def fuzz(emit: netlab.Emit, folder: Path, *, scale: float = 1.0) -> None:
     """n0 and n1 are honest; n2 is a member that answers and asks nonsense."""
     netlab.provision(folder / "keys", 3, port=PORT)
-    draw, told, memory = random.Random(0), Counter[str](), list[float]()
+    draw, memory = random.Random(0), list[float]()
     with ExitStack() as stack:
         posts, exchanges = [], []
         for number in range(2):
             who, name, own = netlab.credentials(folder / "keys", number)
-
-            def log(event: str, **details: Any) -> None:
-                if event == "refused":
-                    told[details["code"]] += 1
-
-            transport = stack.enter_context(GrpcTransport(who, name, own, log=log))
+            transport = stack.enter_context(GrpcTransport(who, name, own))
             posts.append(Post(transport, who, own.sign, terms=Terms(deadline=20.0, redraws=0)))
             stack.callback(posts[-1].close)
             exchanges.append(RemoteExchange(posts[-1]))
