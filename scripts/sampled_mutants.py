@@ -20,8 +20,8 @@ while that of `scripts/mutants.py` speaks of a list. The changes:
     no result          a function returns None
 
 What messages say, assertions, decorators and annotations are not changed. A fault is tried with the
-tests of `make test` that belong to its module: those that name it, those of its package, and those
-that tests/mutants names for the package. A change after which the program does the same is listed
+tests of `make test` that belong to its module: its own examples, those that name it, those of its
+package, and those that tests/mutants names for the package. A change after which the program does the same is listed
 in tests/mutants/equivalent with its reason and counts neither as noticed nor as survived. The exit
 status is 0 when each package reaches the aim, 1 when not, 2 when the tests cannot be used.
 """
@@ -215,7 +215,7 @@ def draw_changes(root: Path, package: str, seed: int, count: int) -> list[Change
 
 
 def find_tests(root: Path, package: str, file: str) -> tuple[str, ...]:
-    """Return the tests of a module, those named after it first."""
+    """Return the tests of a module, those named after it and its own examples first."""
     stem = Path(file).stem.strip("_")
     module = file.removeprefix("src/").removesuffix(".py").replace("/", ".")
     folder = root / "tests/unit" / package
@@ -235,6 +235,8 @@ def find_tests(root: Path, package: str, file: str) -> tuple[str, ...]:
     for fault in mutants.load(root):
         if fault.file.startswith(f"src/coterie/{package}/"):
             others += fault.tests
+    if ">>> " in (root / file).read_text("utf-8"):
+        named.append(file)
     found = dict.fromkeys([*named, *mentioning, *near])
     for test in others:
         if test.partition("::")[0] not in found:

@@ -16,7 +16,6 @@ ELSEWHERE = {
     "cli/_stopping": "unit/cli/test_app.py",
     "cli/_tables": "unit/papers/test_compare.py",
     "cluster/_facts": "unit/cluster/test_doctor.py",
-    "cluster/status": "unit/cluster/test_slurm.py",
     "data/arrow_items": "unit/data/test_items_stored.py",
     "data/plan": "unit/data/test_shifts.py",
     "papers/dac": "unit/methods/test_registry_published.py",

@@ -368,7 +368,11 @@ def _failure_reason(job: Any) -> str:
         return lines[-1][:200] if lines else f"Slurm says {job.state}"
     # ("error", text) of submitit, or ("success", (kind, value)) with what `_SlurmTask` returned.
     kind, value = outcome if outcome[0] == "error" else outcome[1]
-    return "" if kind == "done" else str(value).strip().splitlines()[-1][:200]
+    if kind == "done":
+        return ""
+    # Some errors have no text, such as one of the end of memory.
+    lines = str(value).strip().splitlines() or [type(value).__name__]
+    return lines[-1].strip()[:200]
 
 
 def _split_waiting(waiting: Sequence[Any], room: int) -> tuple[list[Any], list[Any]]:

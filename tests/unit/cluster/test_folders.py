@@ -1,5 +1,8 @@
 """What is new in a run's folder comes home, and the folder there is the folder here."""
 
+import os
+import time
+
 import pytest
 
 from coterie._util import manifest
@@ -81,3 +84,67 @@ def test_what_a_killed_worker_left_is_removed_and_what_is_in_use_is_not(tmp_path
             assert one != other
         assert not other.exists()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_are_put_into_place_so_that_a_copy_that_breaks_off_looks_unfinished(tmp_path):
+    """The configuration and the checkpoint first, the provenance last; folders are not files."""
+    names = ("provenance.json", "edges.parquet", "metrics.parquet", "other.bin",
+             "checkpoint.safetensors", "config.toml")  # fmt: skip
+    manifest.replace_files(tmp_path, {name: name.encode() for name in names})
+    (tmp_path / "folder").mkdir()
+    update, known = collect_update(tmp_path, {})
+    first, second, *rest = update.files
+    assert {first, second} == {"config.toml", "checkpoint.safetensors"}
+    assert rest == ["other.bin", "metrics.parquet", "edges.parquet", "provenance.json"]
+    assert set(known) == set(names)
+    assert set(load_files(tmp_path)) == {*names, "B2SUMS"}
+
+
+def test_a_checkpoint_that_the_receiver_lacks_travels_whole(tmp_path):
+    """The one before is not what it has under the newest name: both go."""
+    rotate = {"checkpoint.safetensors": "checkpoint-before.safetensors"}
+    write(tmp_path / "run", checkpoint="one")
+    write(tmp_path / "run", rotate, checkpoint="two")
+    update, _ = collect_update(tmp_path / "run", {"checkpoint.safetensors": "another"})
+    assert sorted(update.files) == ["checkpoint-before.safetensors", "checkpoint.safetensors"]
+    assert update.kept == {}
+
+
+@pytest.mark.parametrize(
+    ("age", "mine", "removed"),
+    [(61, True, True), (59, True, False), (61, False, False)],
+    ids=["old", "young", "of another account"],
+)
+def test_only_old_folders_of_this_account_are_removed(tmp_path, monkeypatch, age, mine, removed):
+    """A young one may not be claimed yet."""
+    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "coterie-worker-left"
+    left.mkdir()
+    os.utime(left, (time.time() - age,) * 2)
+    if not mine:
+        monkeypatch.setattr(folders.os, "getuid", lambda: left.stat().st_uid + 1)
+    with folders.temporary_folder():
+        assert left.exists() is not removed
+
+
+def test_a_temporary_folder_is_claimed_while_it_is_used_and_gone_after_an_error(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
+    seen = []
+
+    def use():
+        with folders.temporary_folder() as made:
+            seen.append((made.parent, bool(folders.find_owner(made))))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        use()
+    assert seen == [(tmp_path, True)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_update_without_files_writes_nothing(tmp_path):
+    apply_update(folders.FolderUpdate({}, {}), tmp_path / "none")
+    assert not (tmp_path / "none").exists()

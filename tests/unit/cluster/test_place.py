@@ -1,6 +1,7 @@
 """The values of `--on`."""
 
 import importlib.util
+import logging
 import socket
 
 import pytest
@@ -158,3 +159,87 @@ def test_auto_finds_a_ray_whose_address_another_has_removed(monkeypatch):
 def test_the_places_of_the_message_are_those_of_the_page_of_the_module():
     for text in place.PLACES.replace(" or ", ", ").split(", "):
         assert f"{text}  " in str(place.__doc__)
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """What a pretended Ray was started with; the environment is put back."""
+    asked = []
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_ENABLE_UV_RUN_RUNTIME_ENV"):
+        monkeypatch.setenv(name, "to be put back")
+        monkeypatch.delenv(name)
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **given: asked.append(given))
+    monkeypatch.setattr(ray, "shutdown", lambda: asked.append("closed"))
+    level = logging.getLogger("ray").level
+    yield asked
+    logging.getLogger("ray").setLevel(level)
+
+
+QUIET = {"log_to_driver": False, "configure_logging": False}
+
+
+def test_a_ray_of_this_machine_is_reachable_from_nowhere_else_and_silent(started, monkeypatch):
+    with connect_ray(parse_place("ray:local"), num_cpus=2):
+        own = {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "num_cpus": 2}
+        assert started == [{"address": "local", **QUIET, **own}]
+        assert place.os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+        assert place.os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] == "0"
+        assert logging.getLogger("ray").level == logging.ERROR
+    assert started[1:] == ["closed"]
+
+
+def test_a_connection_is_closed_after_an_error_and_takes_no_arguments_of_a_start(
+    started, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(place, "_check_reachable", lambda where: None)
+    with pytest.raises(KeyError), connect_ray(parse_place("ray:head:6379"), num_cpus=2):
+        raise KeyError
+    assert started == [{"address": "head:6379", **QUIET}, "closed"]
+    assert not (tmp_path / ".ray").exists()
+
+
+def test_a_connection_that_was_there_before_is_used_and_stays(started, monkeypatch):
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    with connect_ray(parse_place("ray:head:6379")):
+        pass
+    assert started == []
+
+
+def test_where_a_package_of_the_client_is_missing_one_line_says_what_to_install(
+    started, monkeypatch
+):
+    def missing(**_):
+        raise ImportError("no grpc\nhere")
+
+    monkeypatch.setattr("ray.init", missing)
+    with pytest.raises(ConfigError, match=r"^--on ray:local: no grpc here; pip install") as told:
+        _enter(connect_ray(parse_place("ray:local")))
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("text", ["no address at all", "head", "ray://head"])
+def test_an_address_of_the_environment_that_is_none_is_said(monkeypatch, text):
+    monkeypatch.setenv("RAY_ADDRESS", text)
+    with pytest.raises(ConfigError, match="no Ray runs on this machine"):
+        place._check_reachable(parse_place("ray:auto"))
+
+
+def test_a_port_above_the_largest_is_one_line():
+    with pytest.raises(ConfigError, match=r"no Ray answers at 127\.0\.0\.1:99999"):
+        place._check_reachable(parse_place("ray:127.0.0.1:99999"))
+
+
+def test_an_address_in_brackets_is_that_of_the_sixth_version(monkeypatch):
+    asked = []
+
+    def connect(address, timeout):
+        asked.append((address, timeout))
+        return socket.socket()
+
+    monkeypatch.setattr(place.socket, "create_connection", connect)
+    place._check_reachable(parse_place("ray:[fe80::1]:6379"))
+    place._check_reachable(parse_place("ray://head:10001"))
+    assert asked == [(("fe80::1", 6379), 10.0), (("head", 10001), 10.0)]

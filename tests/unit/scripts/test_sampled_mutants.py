@@ -112,6 +112,11 @@ def test_the_tests_of_a_module_are_those_that_name_it_and_those_of_its_package()
     assert "tests/unit/cluster/test_exchange.py" in found
     first = sampled_mutants.find_tests(mutants.ROOT, "net", "src/coterie/net/roster.py")[0]
     assert first == "tests/unit/net/test_roster.py"
+    # `make test` runs the examples of a module.
+    packing = "src/coterie/cluster/packing.py"
+    assert packing in sampled_mutants.find_tests(mutants.ROOT, "cluster", packing)
+    slurm = "src/coterie/cluster/slurm.py"
+    assert slurm not in sampled_mutants.find_tests(mutants.ROOT, "cluster", slurm)
 
 
 def test_listed_equivalent_changes_are_of_the_code_as_it_is():
