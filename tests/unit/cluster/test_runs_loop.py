@@ -183,7 +183,7 @@ def test_a_run_that_is_always_lost_is_given_up(fan_out, tmp_path, retries):
         lambda *_: [("lost", "its machine is gone")], ["a"], Work(tmp_path), retries=retries
     )
     with (
-        pytest.warns(UserWarning, match="try 2") if retries else ExitStack(),
+        pytest.warns(UserWarning, match="goes on where it was") if retries else ExitStack(),
         pytest.raises(
             WorkerDied, match=rf"^a: its machine is gone, {retries + 1} times; resume goes on$"
         ),
