@@ -40,7 +40,6 @@ ELSEWHERE = {
     "runtime/extensions": "unit/runtime/test_loop_private.py",
     "runtime/taken_home": "unit/runtime/test_translation.py",
     "runtime/task": "unit/runtime/test_settings.py",
-    "simulation/notebook": "unit/studies/test_notebook.py",
     "studies/definition": "unit/studies/test_config.py",
     "studies/inputs": "unit/studies/test_run.py",
     "studies/jobs": "unit/studies/test_run.py",

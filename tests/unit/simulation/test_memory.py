@@ -290,3 +290,115 @@ def test_memory_that_ends_on_the_way_is_one_line(error):
         raise error
     with pytest.raises(OSError, match="disk"), _memory.translate_memory_errors("cpu"):
         raise OSError(errno.ENOSPC, "the disk is full")
+
+
+# ---------------------------------------------------------------- what is available
+
+
+def test_numbers_are_parsed_with_and_without_names_and_words_are_none(tmp_path):
+    path = tmp_path / "table"
+    path.write_text("MemFree:   12 kB\nanon 500\nmost max\n\n")
+    assert _memory._parse_numbers(path) == {"MemFree": 12, "anon": 500}
+    path.write_text("1000\n")
+    assert _memory._parse_numbers(path) == {"": 1000}
+    path.write_text("max\n")
+    assert _memory._parse_numbers(path) == {}
+    assert _memory._parse_numbers(tmp_path / "none") == {}
+
+
+def test_the_least_of_all_limits_is_available(monkeypatch):
+    limits = {"system": [900], "cgroup": [800, 700], "process": [750]}
+    for name in limits:
+        monkeypatch.setattr(
+            _memory, f"_iterate_{name}_limits", lambda name=name: iter(limits[name])
+        )
+    assert _memory.available_bytes("cpu") == 700
+    limits["process"] = [-5]
+    assert _memory.available_bytes("cpu") == 0, "more is in use than a limit allows"
+    limits.update(system=[], cgroup=[], process=[])
+    assert _memory.available_bytes("cpu") is None
+    assert _memory.available_bytes("meta") is None
+
+
+def test_a_device_says_what_it_has_left(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: {"cuda:1": (30, 80)}[device])
+    assert _memory.available_bytes("cuda:1") == 30
+
+
+def test_the_system_leaves_what_it_can_free_and_limits_are_in_bytes(monkeypatch):
+    """/proc counts in units of 1,024 bytes."""
+    tables = {
+        "/proc/meminfo": {"MemFree": 1, "MemAvailable": 7},
+        "/proc/self/status": {"VmSize": 2, "VmData": 1},
+    }
+    monkeypatch.setattr(_memory, "_parse_numbers", lambda path: tables[str(path)])
+    assert list(_memory._iterate_system_limits()) == [7 * 1024]
+    resource = pytest.importorskip("resource")
+    soft = {resource.RLIMIT_AS: 10_000, resource.RLIMIT_DATA: resource.RLIM_INFINITY}
+    monkeypatch.setattr(_memory.resource, "getrlimit", lambda kind: (soft[kind], 99))
+    assert list(_memory._iterate_process_limits()) == [10_000 - 2 * 1024]
+    soft[resource.RLIMIT_DATA] = 5000
+    assert list(_memory._iterate_process_limits()) == [10_000 - 2 * 1024, 5000 - 1024]
+    monkeypatch.setattr(_memory, "resource", None)
+    assert list(_memory._iterate_process_limits()) == []
+    del tables["/proc/meminfo"]["MemAvailable"]
+    assert list(_memory._iterate_system_limits()) == []
+
+
+def test_what_a_refusal_says_names_each_part_and_what_to_take_less_of():
+    wanted = _memory.Forecast(3 << 30, 1 << 20, 5 << 10, memory=1 << 10, received=1000)
+    with pytest.raises(ConfigError) as told:
+        _memory.check_forecast(wanted, "cuda:0", 1 << 30)
+    assert str(told.value) == (
+        "this run needs about 3.0 GiB of memory on cuda:0 in addition to its data (5.0 KiB): "
+        "3.0 GiB for models, 1000 bytes for models of others, 1.0 MiB for the clients trained at once, "
+        "1.0 KiB for what the method remembers; found 1.0 GiB. Take fewer clients, a smaller model or "
+        "a smaller block, or a machine with more"
+    )
+    remembers = _memory.Forecast(1 << 20, 0, 0, memory=(1 << 20) + 1)
+    with pytest.raises(ConfigError, match="Take fewer clients, a method that remembers less, or"):
+        _memory.check_forecast(remembers, "cpu", 0)
+    equal = _memory.Forecast(1 << 20, 0, 0, memory=1 << 20)
+    with pytest.raises(ConfigError, match="Take fewer clients, a smaller model"):
+        _memory.check_forecast(equal, "cpu", 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (1 << 20, "1.0 MiB"),
+     ((1 << 20) - 1, "1024.0 KiB"), (3 << 29, "1.5 GiB"), (1 << 41, "2048.0 GiB")],
+)  # fmt: skip
+def test_bytes_are_written_in_the_largest_unit_that_is_reached(number, text):
+    assert _memory._format_bytes(number) == text
+
+
+def test_a_part_that_is_not_shared_takes_copies_of_what_is_sent_and_received():
+    more = {"whole": True, "tracks": 1, "narrowed": True}
+    assert _memory.count_model_copies(server=False, train_first=False, **more) == 2
+    assert _memory.count_model_copies(server=False, train_first=True, **more) == 4
+    assert _memory.count_model_copies(server=True, train_first=False, **more) == 3
+
+
+def test_a_block_larger_than_the_clients_trains_all_at_once():
+    wanted = _memory.forecast_memory(
+        clients=10, params=100, itemsize=4, block=50, data=0, keeps_best=False
+    )
+    assert wanted.block == 10 * 400 * 4
+
+
+def test_dimensions_that_reached_their_limit_stay_and_others_grow():
+    """From 4 to 6 members: pairs grow; a table of five has stopped; a third of the way is no growth."""
+    found = _memory.extrapolate_bytes(
+        [((4, 4), 8), ((4, 5), 1), ((4,), 2)], [((6, 6), 8), ((6, 5), 1), ((5,), 2)], (4, 6), 100
+    )
+    assert found == 100 * 100 * 8 + 100 * 5 + 5 * 2
+    # At most 9 columns: the rows are clients and have no such limit.
+    assert _memory.extrapolate_bytes([((4, 4), 8)], [((6, 6), 8)], (4, 6), 100, 9) == 100 * 9 * 8
+    # One that grows by two with each member.
+    assert _memory.extrapolate_bytes([((8,), 1)], [((12,), 1)], (4, 6), 100) == 200
+
+
+def test_of_one_client_nothing_can_be_told():
+    federation = tiny_federation(3)
+    task = build_task(federation.host(torch.arange(1)), "linear", engine="loop")
+    assert _memory.estimate_method_memory(METHODS["dac"](), task) == (0, 0)

@@ -2,26 +2,34 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, DiskFull
+from coterie.simulation import workers
 from coterie.simulation.workers import (
     WorkerDied,
     _receive_message,
+    _serve_jobs,
+    _start_worker,
     _Worker,
     count_cores,
     default_workers,
+    end_unguarded_import,
     fan_out,
+    use_one_thread,
 )
 
 
@@ -295,3 +303,250 @@ def test_a_job_that_no_other_process_can_have_ends_all_workers():
     jobs = iter([1, 2, lambda: 3])
     with pytest.raises(ConfigError, match="cannot receive this study"):
         list(fan_out(refuse_three, jobs, 2, print))
+
+
+# ---------------------------------------------------------------- workers that are threads of this process
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    """What a worker sets in its process: the signals that it ignores and the threads that it uses."""
+    told = SimpleNamespace(signals=[], torch=[], engine=[])
+    monkeypatch.setattr(workers, "signal", SimpleNamespace(
+        signal=lambda *given: told.signals.append(given), SIGINT=signal.SIGINT, SIG_IGN=signal.SIG_IGN,
+    ))  # fmt: skip
+    monkeypatch.setattr(torch, "set_num_threads", told.torch.append)
+    monkeypatch.setattr(workers, "use_threads", told.engine.append)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    return told
+
+
+def serve(work, *jobs):
+    """Return the messages of a worker that is sent this work and these jobs."""
+    ours, theirs = multiprocessing.Pipe()
+    for value in (work, *jobs):
+        ours.send(value)
+    thread = threading.Thread(target=_serve_jobs, args=(theirs, 3))
+    thread.start()
+    messages = []
+    while len([kind for kind, _ in messages if kind in ("done", "failed")]) < max(1, len(jobs)):
+        messages.append(ours.recv())
+    ours.close()
+    thread.join(60)
+    assert not thread.is_alive(), "a closed connection ends it"
+    return messages
+
+
+def test_a_worker_answers_each_job_and_ignores_the_interrupt_of_its_group(quiet):
+    found = serve(square, 2, 3)
+    assert [(kind, value if kind == "progress" else value[0]) for kind, value in found] == [
+        ("progress", "doing 2"), ("done", 4), ("progress", "doing 3"), ("done", 9),
+    ]  # fmt: skip
+    assert quiet.signals == [(signal.SIGINT, signal.SIG_IGN)]
+    assert (quiet.torch, quiet.engine) == ([1], [3])
+
+
+def raise_disk_of_a_library(job, emit):
+    raise RuntimeError("write failed: No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("work", "kind", "words"),
+    [
+        (refuse_three, ConfigError, "three is refused"),
+        (fill_the_disk, OSError, "No space left"),
+        (lack_memory, MemoryError, ""),
+        (raise_disk_of_a_library, DiskFull, "No space left"),
+    ],
+)
+def test_an_error_of_a_job_is_an_answer_of_its_worker(quiet, work, kind, words):
+    ((state, error),) = serve(work, 3)
+    assert (state, isinstance(error, kind)) == ("failed", True)
+    assert words in str(error)
+
+
+def test_a_warning_of_a_job_is_a_message(quiet):
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        (kind, warning), (last, _) = serve(warn, 7)
+    assert (kind, str(warning), last) == ("warning", "one of job 7", "done")
+
+
+class Unreadable:
+    """Work of a module that a worker does not find."""
+
+    def __reduce__(self):
+        return pickle.loads, (b"cnowhere_at_all\nwork\n.",)
+
+
+def test_work_that_a_worker_cannot_import_is_said_in_one_line(quiet):
+    ((kind, error),) = serve(Unreadable())
+    assert kind == "failed"
+    assert str(error).startswith("worker processes cannot receive this study: No module named")
+    assert "set workers = 1" in str(error)
+
+
+@pytest.fixture
+def crew(monkeypatch, quiet):
+    """Workers that are threads; what was asked for and what became of each."""
+    made = []
+
+    class Threads:
+        Pipe = staticmethod(multiprocessing.Pipe)
+
+        @staticmethod
+        def Process(target, args, name, daemon):  # noqa: N802: the name of the library
+            # As with a process, this end has a copy of its own there.
+            theirs, threads = args
+            copy = multiprocessing.connection.Connection(os.dup(theirs.fileno()))
+            thread = threading.Thread(target=target, args=(copy, threads), daemon=True)
+            one = mock.Mock(spec=BaseProcess, exitcode=-9)
+            one.did, one.threads, one.daemon, one.name = [], threads, daemon, name
+            one.start.side_effect = thread.start
+            one.join.side_effect = lambda: one.did.append("joined")
+            one.terminate.side_effect = lambda: one.did.append("terminated")
+            made.append(one)
+            return one
+
+    monkeypatch.setattr(workers.multiprocessing, "get_context", lambda how: {"spawn": Threads}[how])
+    monkeypatch.setattr(workers, "count_cores", lambda: 7)
+    return made
+
+
+def test_jobs_go_to_workers_as_they_become_free(crew):
+    heard: list[object] = []
+    done = dict(fan_out(square, iter(range(5)), 2, heard.append))
+    assert {job: value[0] for job, value in done.items()} == {0: 0, 1: 1, 2: 4, 3: 9, 4: 16}
+    assert sorted(map(str, heard)) == [f"doing {job}" for job in range(5)]
+    assert [one.threads for one in crew] == [3, 3], "the cores are divided"
+    assert {(one.name, one.daemon) for one in crew} == {("coterie-worker", True)}
+    assert [one.did for one in crew] == [["joined"]] * 2, "a closed connection ends them"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "workers_", "started"), [(2, 8, 2), (3, 3, 3), (1, 8, 0), (4, 0, 0)]
+)
+def test_no_more_workers_are_started_than_there_are_jobs(crew, jobs, workers_, started):
+    assert len(list(fan_out(square, range(jobs), workers_, print))) == jobs
+    assert len(crew) == started
+
+
+def test_the_workers_that_work_are_stopped_by_the_error_of_one(crew):
+    with pytest.raises(ConfigError, match="three is refused"):
+        list(fan_out(refuse_three, [3, 1, 2, 3], 2, print))
+    assert [one.did[-1] for one in crew] == ["joined"] * 2
+    # The one that failed has no job and ends by itself.
+    assert crew[0].did == ["joined"]
+
+
+def test_a_worker_is_sent_its_work_and_its_first_job(crew):
+    worker = _start_worker(square, 5, 2)
+    assert worker.job == 5
+    assert worker.connection.recv() == ("progress", "doing 5")
+    assert worker.connection.recv()[1][0] == 25
+    worker.connection.close()
+
+
+def test_a_job_that_cannot_be_sent_ends_its_worker(crew):
+    with pytest.raises(ConfigError, match="worker processes cannot receive this study"):
+        _start_worker(square, lambda: 1, 2)
+    assert crew[0].did == ["terminated", "joined"]
+
+
+def test_a_worker_that_died_before_it_was_sent_its_job_is_noticed_at_its_answer():
+    worker, theirs = make_worker()
+    theirs.close()
+    workers._send(worker, 1)
+    with pytest.raises(WorkerDied, match="the worker of 1 ended with status -9"):
+        list(_receive_message(worker, iter([]), print))
+
+
+def test_a_worker_that_would_start_the_study_again_says_what_to_write():
+    worker, theirs = make_worker()
+    worker.process.exitcode = workers._UNGUARDED
+    theirs.close()
+    with pytest.raises(ConfigError, match=r'put that below `if __name__ == "__main__":`, or set'):
+        list(_receive_message(worker, iter([]), print))
+    worker.process.join.assert_called_once()
+
+
+@pytest.mark.parametrize(
+    ("name", "importing", "ends"),
+    [
+        ("coterie-worker", True, True),
+        ("coterie-worker", False, False),
+        ("MainProcess", True, False),
+    ],
+)
+def test_a_worker_that_is_still_importing_starts_no_study(monkeypatch, name, importing, ends):
+    ended: list[int] = []
+    process = SimpleNamespace(name=name, _inheriting=importing)
+    monkeypatch.setattr(workers.multiprocessing, "current_process", lambda: process)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    end_unguarded_import()
+    assert ended == [86] * ends
+
+
+@pytest.mark.parametrize(
+    ("given", "refused"),
+    [
+        ({"__file__": "<stdin>", "__spec__": None}, True),
+        ({"__file__": __file__, "__spec__": None}, False),
+        ({"__spec__": None}, False),  # an interactive program
+        ({"__file__": "<stdin>", "__spec__": object()}, False),  # `python -m`
+    ],
+)
+def test_a_program_of_which_there_is_no_file_has_no_workers(monkeypatch, given, refused):
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(**given))
+    if not refused:
+        workers._check_main_program()
+        return
+    with pytest.raises(ConfigError, match="the program was read from <stdin>, where worker"):
+        workers._check_main_program()
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="signals of a thread")
+def test_an_interrupt_is_held_back_while_a_worker_starts_and_comes_after(monkeypatch):
+    monkeypatch.setattr(workers.resource_tracker, "ensure_running", lambda: steps.append("tracker"))
+    steps: list[object] = []
+    with workers._block_interrupts():
+        steps.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    steps.append(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, []))
+    assert steps == ["tracker", True, False], "a tracker that starts later would unblock it"
+
+
+def test_threads_are_put_back_after_an_error(monkeypatch):
+    used = []
+    monkeypatch.setattr(workers, "use_threads", used.append)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        with use_one_thread():
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == before + 1
+        with pytest.raises(KeyError), use_one_thread():
+            raise KeyError
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+    assert used == [0, 0], "0: the engine decides again"
+
+
+def test_one_worker_gives_the_engine_all_cores(monkeypatch):
+    used = []
+    monkeypatch.setattr(workers, "use_threads", used.append)
+    monkeypatch.setattr(workers, "count_cores", lambda: 7)
+    assert [one for one, _ in fan_out(square, [1, 2], 1, print)] == [1, 2]
+    assert used == [7, 0]
+
+
+@pytest.mark.parametrize(("allowed", "count"), [({0, 3, 5}, 3), (None, 6)])
+def test_the_cores_are_those_that_this_process_may_use(monkeypatch, allowed, count):
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    if allowed is None:
+        monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    else:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda process: allowed, raising=False)
+    assert count_cores() == count
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert count_cores() == (1 if allowed is None else 3)
