@@ -16,6 +16,7 @@ from coterie.data.source import is_images
 from coterie.engine._base import MODULE_ERRORS
 from coterie.engine.options import EngineOptions, InitMode, ModelSpec
 from coterie.errors import ConfigError, ModelError
+from coterie.functional.ranks import ClientRanks
 from coterie.models.given import find_equal_rows, list_kept_tensors
 from coterie.models.layout import (
     InputConversion,
@@ -26,6 +27,7 @@ from coterie.models.layout import (
 )
 from coterie.models.outputs import OutputConversion
 from coterie.models.part import ParameterSharing
+from coterie.models.pretrained import AdapterConfig
 from coterie.rng import EVERYONE, Rng
 
 
@@ -41,6 +43,7 @@ class ClientModel:
         buffers: what a merge does with BatchNorm statistics; see `ModelSpec`.
         device: where rows are.
         first_models: the first models that all clients share, by seed.
+        ranks: of the clients' adapters; None where they have the same.
     """
 
     make: Callable[[], nn.Module] | nn.Module
@@ -50,6 +53,7 @@ class ClientModel:
     buffers: str
     device: str
     first_models: dict[int, Tensor] = field(default_factory=dict)
+    ranks: ClientRanks | None = None
 
     @staticmethod
     def from_spec(spec: ModelSpec, federation: Federation, options: EngineOptions) -> "ClientModel":
@@ -69,7 +73,12 @@ class ClientModel:
             layout, spec.shared, spec.similarity_on, local, spec.owner
         )
         _check_buffers(spec.buffers, make, module, layout)
-        return ClientModel(make, layout, sharing, spec.init, spec.buffers, options.device)
+        ranks = None
+        if spec.adapter is not None and not spec.adapter.has_one_rank:
+            ranks = ClientRanks.build(layout, _list_ranks(spec.adapter, federation))
+        return ClientModel(
+            make, layout, sharing, spec.init, spec.buffers, options.device, ranks=ranks
+        )
 
     def initial_models(
         self, ids: Int[Tensor, " clients"], rng: Rng
@@ -178,6 +187,14 @@ class ClientModel:
             initial = self.layout.own_values()[start:]
             own = initial.to(merged).expand(len(merged), -1)
         return self.sharing.keep_local(before, torch.cat([merged[:, :start], own], dim=1))
+
+
+def _list_ranks(adapter: AdapterConfig, federation: Federation) -> list[int]:
+    """Return the rank of each client's adapter."""
+    names, ranks = federation.names_by_id, []
+    for client in federation.ids.tolist():
+        ranks.append(adapter.for_client(client, names.get(client, "")).largest_rank)
+    return ranks
 
 
 def _check_init(init: InitMode, make: Callable[[], nn.Module] | nn.Module) -> None:

@@ -14,6 +14,7 @@ from coterie.errors import require
 from coterie.functional.losses import Loss
 from coterie.functional.metrics import Metric
 from coterie.models.layout import BUFFER_POLICIES, Layout, ModelSource
+from coterie.models.pretrained import AdapterConfig
 
 InitMode = Literal["shared", "per_client", "given", "redrawn"]
 
@@ -36,6 +37,8 @@ class ModelSpec:
         loss: what is minimized; cross-entropy for classes and squared error for numbers when None.
         metrics: what `evaluate` measures in addition to the loss and the metric that goes with it.
         output: which entry of what the module returns is its output; see `OutputConversion`.
+        adapter: the settings of the model's adapter, which say the ranks of clients; None without
+            one. See `layout.find_adapter`.
     """
 
     source: ModelSource
@@ -48,6 +51,7 @@ class ModelSpec:
     loss: Loss | None = None
     metrics: Sequence[Metric] = ()
     output: str = ""
+    adapter: AdapterConfig | None = None
 
     def __post_init__(self) -> None:
         """Check names of choices.

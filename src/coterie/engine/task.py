@@ -132,7 +132,9 @@ class Task:
         if block is None:
             # The loop engine runs one client at a time in any block.
             block = 1 if engine.name == "loop" else default_block(layout, options.device)
-        trainer = Trainer(data, layout, loss, engine, block, work.rounds, secret)
+        trainer = Trainer(
+            data, layout, loss, engine, block, work.rounds, secret, ranks=client_model.ranks
+        )
         evaluator = Evaluator(data, layout, loss, extra, engine, block)
         return Task(data, client_model, trainer, evaluator, clusters, pool)
 
@@ -233,7 +235,7 @@ class Task:
         """
         if self.starts_from_module:
             return self.model.module_values().expand(len(self), -1)
-        return self.model.initial_models(self.ids, rng)
+        return self.cut_to_ranks(self.model.initial_models(self.ids, rng))
 
     def draw_models(
         self, rng: Rng, count: int, *, different: bool = False
@@ -258,9 +260,18 @@ class Task:
     ) -> Float[Tensor, "clients params"]:
         """Apply the policy for BatchNorm statistics to a merge that led from `before` to `merged`.
 
-        Columns that clients do not share, of statistics or parameters, are as before.
+        Columns that clients do not share, of statistics or parameters, are as before. Adapters are
+        cut to the rank of each client.
         """
-        return self.model.apply_buffer_policy(before, merged)
+        return self.cut_to_ranks(self.model.apply_buffer_policy(before, merged))
+
+    def cut_to_ranks(
+        self, rows: Float[Tensor, "clients params"]
+    ) -> Float[Tensor, "clients params"]:
+        """Return models whose adapters have the rank of each client, where ranks differ."""
+        if self.model.ranks is None:
+            return rows
+        return self.model.ranks.cut(rows, self.data.rows)
 
     # ------------------------------------------------------------------ training
 

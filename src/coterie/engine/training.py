@@ -30,6 +30,7 @@ from coterie.engine.stepwise import StepwiseTraining
 from coterie.errors import ConfigError, ModelError
 from coterie.functional import metrics
 from coterie.functional.losses import Loss
+from coterie.functional.ranks import ClientRanks
 from coterie.models.draws import KeyedDraws
 from coterie.models.given import copy_deeply
 from coterie.models.layout import Layout
@@ -65,6 +66,7 @@ class Trainer:
         rounds: of the run, for learning-rate schedules over all of them.
         secret: seed of the draws that make training private; that of the run when None.
         totals: what trainings have cost so far, of all views of these data together.
+        ranks: of the clients' adapters; None where they have the same.
     """
 
     data: ClientData
@@ -75,6 +77,7 @@ class Trainer:
     rounds: int | None = None
     secret: int | None = None
     totals: TrainingTotals = field(default_factory=TrainingTotals)
+    ranks: ClientRanks | None = None
 
     def train(
         self,
@@ -306,7 +309,14 @@ class Trainer:
             # Named by training, step, query and client: a resumed run, or another grouping, draws
             # the same.
             stream = streams.generator(f"{purpose}.dp.{step}.{query}", int(ids[row]))
-            return stream.standard_normal(size)
+            noise = stream.standard_normal(size)
+            if self.ranks is not None:
+                # The gradient of what an adapter does not use is 0 whatever the data are, and noise
+                # there would make the rank larger.
+                whole = torch.zeros(1, self.layout.size, dtype=torch.float64)
+                whole[0, :size] = torch.from_numpy(noise)
+                noise = self.ranks.cut(whole, self.data.rows[row : row + 1])[0, :size].numpy()
+            return noise
 
         # q n = min(batch_size, n): the divisor must not depend on the draw.
         expected = self.data.count_samples("train").clamp(max=local.batch_size).double()

@@ -110,7 +110,10 @@ def merge_products(
     u, values, v = left @ u[:, :kept], values[:kept], v[:kept] @ right.T
     # A singular vector has no sign of its own: the largest entry of each is made positive.
     signs = v.gather(1, v.abs().argmax(1, keepdim=True)).sign()
-    length = (weights[:, None] * torch.linalg.vector_norm(a, dim=2)).sum() / rank
+    norms = torch.linalg.vector_norm(a, dim=2)
+    # The mean of a model is over the rows that it uses: those behind its own rank are 0.
+    used = (norms > 0).sum(1, keepdim=True).clamp(min=1)
+    length = (weights[:, None] * norms * (rank / used)).sum() / rank
     new_a[:kept] = signs * v * length
     if float(length) > 0:
         new_b[:, :kept] = u * signs.T * (values / length)

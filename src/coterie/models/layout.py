@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from coterie._util.importing import import_object
+from coterie._util.settings import parse_settings
 from coterie.data.source import InputPart
 from coterie.errors import ConfigError, ModelError, describe_unknown
 from coterie.models import networks, pretrained
@@ -725,6 +726,17 @@ def find_output_name(model: ModelSource, setting: str | int | None = None) -> st
             f"output is {wanted!r} in the settings and {own!r} in the model; give one of them"
         )
     return wanted or own
+
+
+def find_adapter(model: ModelSource | None) -> pretrained.AdapterConfig | None:
+    """Return the adapter of a model by name; None for others, and without one.
+
+    Raises:
+        ConfigError: when its settings are not known.
+    """
+    if not isinstance(model, NamedModel) or not model.adapter:
+        return None
+    return parse_settings(pretrained.AdapterConfig, dict(model.adapter), "model.adapter")
 
 
 def custom_model_name(model: ModelSource) -> str:

@@ -10,10 +10,11 @@ import socket
 import urllib.parse
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from annotated_types import MinLen
 from torch import nn
 
 from coterie._util import extras
@@ -23,7 +24,9 @@ from coterie._util.settings import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    accepts,
     parse_settings,
+    to_plain,
 )
 from coterie.errors import ConfigError, ModelError, describe_unknown
 
@@ -64,8 +67,11 @@ class AdapterConfig(Configurable):
         kind: "lora"; or "ffa-lora", whose A is drawn once for all clients and not trained, so that
             the mean of the clients' B is that of their updates (Sun et al., Improving LoRA in
             privacy-preserving federated learning, 2024, https://arxiv.org/abs/2403.12313).
-        r: the rank.
-        alpha: see above.
+        r: the rank; or a list of ranks, which clients take in turn by their number; or a table with
+            the rank of each client by its name. With several ranks, what a client receives is cut to
+            its own, and messages are as wide as the largest.
+        alpha: see above; with several ranks r is the largest, so that updates of all clients mean
+            the same.
         target: names of the layers, or the ends of their names; "all-linear" alone for all linear
             layers but the last. The default of peft for the kind of model when empty.
         dropout: probability with which an input of A is zeroed while training.
@@ -75,12 +81,73 @@ class AdapterConfig(Configurable):
     """
 
     kind: Literal["lora", "ffa-lora"] = "lora"
-    r: PositiveInt = 8
+    r: PositiveInt | Annotated[Sequence[PositiveInt], MinLen(1)] | Mapping[str, Any] = 8
     alpha: PositiveFloat = 8.0
     target: Sequence[str] = ()
     dropout: NonNegativeFloat = 0.0
     trained: Sequence[str] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Ranks are whole numbers above 0, and several of them fit the other settings."""
+        if self.has_one_rank:
+            return
+        if isinstance(self.r, Mapping):
+            ranks = self.r.values()
+            if not ranks or not all(accepts(rank, PositiveInt) for rank in ranks):
+                raise ConfigError(
+                    f"r is {dict(self.r)}; expected the rank of each client by its name, 1 or more"
+                )
+        if self.kind == "ffa-lora":
+            raise ConfigError(
+                f"r is {to_plain(self.r)}, and kind is 'ffa-lora', whose A is one for all clients: "
+                "give one rank, or take kind = 'lora'"
+            )
+        for name in ("rank_pattern", "alpha_pattern"):
+            if name in self.options:
+                raise ConfigError(
+                    f"options.{name} gives layers ranks of their own, and r is {to_plain(self.r)}, "
+                    "ranks of clients: leave out one of them"
+                )
+
+    @property
+    def has_one_rank(self) -> bool:
+        """Whether all clients have the same rank."""
+        return isinstance(self.r, int)
+
+    @property
+    def largest_rank(self) -> int:
+        """The rank that rows have room for."""
+        if isinstance(self.r, int):
+            return self.r
+        return max(self.r.values() if isinstance(self.r, Mapping) else self.r)
+
+    def for_client(self, client: int, name: str) -> "AdapterConfig":
+        """Return the adapter of one client: its own rank, and the same multiple of B A.
+
+        Args:
+            client: its number.
+            name: its name; "" where clients are numbers.
+
+        Raises:
+            ConfigError: when a table of ranks does not have it.
+        """
+        if isinstance(self.r, int):
+            return self
+        if isinstance(self.r, Mapping):
+            if name not in self.r:
+                raise ConfigError(
+                    f"model.adapter.r has no rank of client {name or client!r}; expected one for "
+                    f"each client, found {', '.join(self.r)}"
+                )
+            rank = self.r[name]
+        else:
+            rank = self.r[client % len(self.r)]
+        share = rank / self.largest_rank
+        # peft multiplies B A by alpha / r, or by alpha / sqrt(r).
+        if self.options.get("use_rslora"):
+            share = share**0.5
+        return replace(self, r=rank, alpha=self.alpha * share)
 
 
 def load_pretrained(name: str, outputs: int, options: Mapping[str, Any] | None = None) -> nn.Module:
@@ -152,7 +219,7 @@ def attach_adapter(module: nn.Module, adapter: Mapping[str, Any] | AdapterConfig
     if target == ["all-linear"]:
         target = "all-linear"
     given: dict[str, Any] = {
-        "r": config.r,
+        "r": config.largest_rank,
         "lora_alpha": config.alpha,
         "target_modules": target,
         "lora_dropout": config.dropout,

@@ -8,7 +8,7 @@ models that the checkpoint does not hold.
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -24,6 +24,7 @@ from coterie import __version__
 from coterie._util import manifest
 from coterie._util.facts import Described
 from coterie._util.names import format_client, format_clients
+from coterie._util.settings import to_plain
 from coterie.data.inputs import InputForm
 from coterie.data.preparation import FittedPreparation, stack_fitted, unstack_fitted
 from coterie.errors import (
@@ -34,7 +35,9 @@ from coterie.errors import (
     describe_unknown,
     require,
 )
+from coterie.functional.adapters import find_pairs
 from coterie.functional.losses import to_probabilities
+from coterie.functional.ranks import cut_tensors
 from coterie.functional.scores import Form
 from coterie.models.given import copy_deeply
 from coterie.models.layout import (
@@ -43,10 +46,12 @@ from coterie.models.layout import (
     NamedModel,
     Slot,
     fill_module,
+    find_adapter,
     make_template,
     resolve_model,
 )
 from coterie.models.outputs import OutputConversion
+from coterie.models.pretrained import AdapterConfig
 from coterie.models.simplex_layers import remove_endpoints
 from coterie.runtime import _frozen, checkpoint
 from coterie.runtime.loop import Loop
@@ -245,9 +250,11 @@ class Models(Described):
             ModelError: when the module was given from Python and is missing here, or is a different
                 one.
         """
-        row = self.load_row(client, which)
+        row, rank = self.load_row(client, which), self._find_rank(client)
         # A copy for each client, as filling one must not change another, but for shared tensors.
-        blank, shared = self._blank_module
+        if rank not in self._blank_modules:
+            self._blank_modules[rank] = self._make_blank_module(client, rank)
+        blank, shared = self._blank_modules[rank]
         memory: dict[int, Any] = {}
         for tensor in shared:
             alias = tensor.detach()
@@ -258,12 +265,42 @@ class Models(Described):
         entries = [*self.spec.state, *self.spec.hidden]
         if shared:
             entries = [one for one in entries if one.start >= 0]
-        return fill_module(module, self._name_tensors(row, entries))
+        return fill_module(module, self._cut_to_rank(self._name_tensors(row, entries), rank))
 
     @cached_property
-    def _blank_module(self) -> tuple[nn.Module, list[Tensor]]:
-        """A module with the values that all clients share, and the tensors that are not copied."""
-        module, shared = copy_deeply(self._make_template()).cpu().eval(), []
+    def _blank_modules(self) -> dict[int | None, tuple[nn.Module, list[Tensor]]]:
+        """What `_make_blank_module` has made, by rank."""
+        return {}
+
+    def _find_rank(self, client: int | str) -> int | None:
+        """Return the rank of a client's own adapter; None where all have the same."""
+        adapter = self._own_adapter(client)
+        return None if adapter is None else adapter.largest_rank
+
+    def _own_adapter(self, client: int | str) -> AdapterConfig | None:
+        """Return a client's own adapter, where clients have different ranks; else None."""
+        adapter = find_adapter(self.network)
+        if adapter is None or adapter.has_one_rank:
+            return None
+        place = self.find_row(client)
+        name = self.spec.names[place] if self.spec.names else ""
+        return adapter.for_client(self.spec.ids[place], name)
+
+    def _cut_to_rank(self, tensors: dict[str, Tensor], rank: int | None) -> dict[str, Tensor]:
+        if rank is None:
+            return tensors
+        slots = [Slot(one.name, one.shape, one.start, one.stop) for one in self.spec.state]
+        return cut_tensors(tensors, find_pairs(slots, "the model of a client"), rank)
+
+    def _make_blank_module(
+        self, client: int | str, rank: int | None
+    ) -> tuple[nn.Module, list[Tensor]]:
+        """Return a module with the values that all clients share, and the tensors not copied."""
+        made, own = self._make_template(), self._own_adapter(client)
+        if own is not None:
+            assert isinstance(self.network, NamedModel)
+            made = self._make_module(replace(self.network, adapter=to_plain(own)))
+        module, shared = copy_deeply(made).cpu().eval(), []
         if not self.spec.frozen:
             return module, shared
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -274,7 +311,8 @@ class Models(Described):
 
     def state_dict(self, client: int | str, which: Which = "evaluated") -> dict[str, Tensor]:
         """Return a client's `state_dict` for the original module; see `model`."""
-        return self._name_tensors(self.load_row(client, which), self.spec.state)
+        tensors = self._name_tensors(self.load_row(client, which), self.spec.state)
+        return self._cut_to_rank(tensors, self._find_rank(client))
 
     def load_row(self, client: int | str, which: Which = "evaluated") -> Float[Tensor, " params"]:
         """Return the model of a client as a row of the recipe's entries; see `model`."""
@@ -332,11 +370,7 @@ class Models(Described):
                 "load_models(folder, model=...), or on the command line its import path: --model "
                 "package.module:Net"
             )
-        inputs = recipe.inputs
-        own = make_template(
-            resolve_model(self.network, inputs.features, recipe.outputs, inputs.parts)
-        )
-        found = {}
+        own, found = self._make_module(self.network), {}
         for name, tensor in own.state_dict().items():
             # `get_extra_state` may give entries that are no tensors.
             if isinstance(tensor, Tensor):
@@ -350,6 +384,12 @@ class Models(Described):
                 f"{_describe_shape(wanted.get(odd))} in the run; give the module that was trained"
             )
         return own
+
+    def _make_module(self, network: ModelSource) -> nn.Module:
+        inputs = self.spec.inputs
+        return make_template(
+            resolve_model(network, inputs.features, self.spec.outputs, inputs.parts)
+        )
 
     # ------------------------------------------------------------------ use
 

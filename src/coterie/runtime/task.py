@@ -10,7 +10,8 @@ from coterie.engine.task import EngineOptions, ModelSpec, Task, Workload
 from coterie.errors import ConfigError
 from coterie.functional.losses import default_loss
 from coterie.methods.base import Method
-from coterie.models.layout import ModelSource, find_output_name, resolve_model
+from coterie.models.layout import ModelSource, find_adapter, find_output_name, resolve_model
+from coterie.models.pretrained import AdapterConfig
 from coterie.runtime.settings import DTYPES, Settings
 
 
@@ -71,7 +72,9 @@ def make_task(
         loss=loss,
         metrics=settings.output_metrics,
         output=find_output_name(model, settings.output),
+        adapter=find_adapter(model),
     )
+    _check_ranks(spec.adapter, method, settings)
     options = EngineOptions(
         engine=settings.engine,
         block=settings.block,
@@ -95,3 +98,18 @@ def make_task(
     task.trainer.check_batches(local)
     task.trainer.check_private(local)
     return task
+
+
+def _check_ranks(adapter: AdapterConfig | None, method: Method, settings: Settings) -> None:
+    """Refuse what takes it that adapters of all clients have the same rank."""
+    if adapter is None or adapter.has_one_rank:
+        return
+    if "pool" in method.needs:
+        raise ConfigError(
+            f"{method.kind} trains one model for all clients, and model.adapter.r has several ranks"
+        )
+    if settings.acceptance_rules is not None:
+        raise ConfigError(
+            "acceptance compares models by their distances, which adapters of different ranks have "
+            "in any case: give one rank, or leave acceptance out"
+        )

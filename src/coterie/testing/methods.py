@@ -25,7 +25,7 @@ from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
 from coterie.exchange.mailbox import Mailbox, PostOffice
 from coterie.methods.base import Method, PeerMethod, State, map_tensors
-from coterie.models.layout import ModelSource, find_output_name, resolve_model
+from coterie.models.layout import ModelSource, find_adapter, find_output_name, resolve_model
 from coterie.rng import EVERYONE, Rng
 from coterie.runtime.loop import Loop, Undeclared
 from coterie.runtime.record import Record
@@ -114,6 +114,7 @@ class _RunFactory:
             owner=method.kind,
             loss=settings.custom_loss,
             output=find_output_name(self.model, settings.output),
+            adapter=find_adapter(self.model),
         )
         options = EngineOptions(engine=settings.engine, dtype=DTYPES[settings.dtype])
         work = Workload(settings.rounds, custom_optimizer=settings.local.custom_optimizer)
@@ -417,9 +418,11 @@ def _check_newcomer_model(make: _RunFactory) -> None:
     label = info.get("label", torch.zeros(len(models), dtype=torch.int64))
     # argmax finds the first client with the same label.
     first_of_cluster = (label[:, None] == label).to(torch.int8).argmax(1)
+    given = loop.newcomer_models()
     _check_equal(
-        models,
-        models[first_of_cluster.to(models.device)],
+        # Adapters of clients may be of different ranks: two of them are compared in the lower one.
+        trained.select_from(loop.task.select_clients(first_of_cluster).cut_to_ranks(given)),
+        trained.select_from(loop.task.cut_to_ranks(given[first_of_cluster.to(given.device)])),
         "newcomer_model gives clients of one cluster different models: return the server's model "
         "of the cluster, and "
         "report the clusters that it finds as `label` in serving_model",

@@ -23,6 +23,7 @@ from torch import nn
 from coterie.data.arrays import from_table
 from coterie.errors import ConfigError, PeerMismatch, TransportError
 from coterie.methods import METHODS
+from coterie.models.layout import NamedModel, custom_model_name
 from coterie.net import local
 from coterie.net.head import Head, check_study, study_hash, with_given, with_table
 from coterie.net.log import Log, format_samples
@@ -915,6 +916,39 @@ def test_nodes_merge_and_compare_adapters_as_the_simulation_does(tmp_path, kind,
         assert torch.equal(best, run.params)
         assert joined(network, "edges").equals(table(run.edges))
         assert joined(network, "metrics").equals(table(run.metrics))
+    finally:
+        network.close()
+
+
+def small() -> nn.Module:
+    """Two layers, the first of which gets an adapter."""
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("dac", {"num_peers": 2, "similarity": "cos_product"}), ("fedavg", {})],
+)
+def test_nodes_with_adapters_of_different_ranks_do_as_the_simulation_does(tmp_path, kind, options):
+    """Each knows its own rank from the study; members with other ranks do not train together."""
+    pytest.importorskip("peft")
+    adapter = {"r": [1, 3, 2], "target": ["0"], "trained": ["2"]}
+    model = NamedModel(f"{__name__}:small", adapter=adapter)
+    settings = tiny_settings(engine="loop", evaluate="final")
+    method = METHODS[kind](**options, aggregation="product-mean")
+    plan = RunSpec(method, settings, model, custom_model_name(model), seed=3)
+    network = Network(tmp_path, plan)
+    try:
+        network.run()
+        run = simulate(FEDERATION, plan.method, model=model, settings=settings, seed=3)
+        final = torch.cat([network.nodes[i].loop.evaluated_models for i in range(6)])
+        assert torch.equal(final, run.params)
+        ranks = [len(run.model(i).base_model.model[0].lora_A["default"].weight) for i in range(6)]
+        assert ranks == [1, 3, 2, 1, 3, 2]
+        other = NamedModel(model.kind, adapter={**adapter, "r": [1, 3]})
+        wrong = replace(plan, model=other, model_name=custom_model_name(other))
+        assert study_hash(wrong.common_settings(6)) != study_hash(plan.common_settings(6))
     finally:
         network.close()
 
