@@ -61,7 +61,6 @@ ELSEWHERE = {
     "engine/native/simple": "unit/engine/native/test_compiled.py",
     "engine/native/sums": "unit/engine/native/test_traced.py",
     "engine/native/tiles": "unit/engine/test_read_ahead.py",
-    "engine/native/trace": "unit/engine/native/test_traced.py",
     # what keeps one contract is tested by it
     "cluster/blocks": "contract/test_blocks.py",
     "exchange/validity": "contract/test_server_validity.py",

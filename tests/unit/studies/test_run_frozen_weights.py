@@ -290,3 +290,21 @@ def test_clients_named_like_the_file_of_the_frozen_weights(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"frozen\.safetensors exists"):
         app(call)
     assert [path.name for path in out.iterdir()] == ["frozen.safetensors"]
+
+
+@pytest.mark.parametrize(("entries", "named"), [((1 << 14) - 1, False), (1 << 14, True)])
+def test_frozen_weights_of_64_kibibytes_have_a_file_of_their_own(entries, named):
+    """16,384 numbers of four bytes; smaller ones are stored with the other values of each run."""
+    assert bool(_frozen.name_file({"weight": torch.zeros(entries)})) is named
+
+
+def test_the_name_of_a_file_is_that_of_names_shapes_types_and_values():
+    weight = torch.arange(1.0, 1 + (1 << 14))
+    same = {"w": weight}
+    others = [
+        {"v": weight}, {"w": weight.reshape(2, -1)}, {"w": weight.view(torch.int32)},
+        {"w": weight.clone().index_fill_(0, torch.tensor([5]), 0.0)},
+    ]  # fmt: skip
+    names = [_frozen.name_file(one) for one in (same, *others)]
+    assert len(set(names)) == 5
+    assert _frozen.name_file({"w": weight.clone()}) == names[0]
