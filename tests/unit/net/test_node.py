@@ -927,8 +927,7 @@ def small() -> nn.Module:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [("dac", {"num_peers": 2, "similarity": "cos_product"}), ("fedavg", {})],
+    ("kind", "options"), [("dac", {"num_peers": 2, "similarity": "cos_product"}), ("fedavg", {})]
 )
 def test_nodes_with_adapters_of_different_ranks_do_as_the_simulation_does(tmp_path, kind, options):
     """Each knows its own rank from the study; members with other ranks do not train together."""

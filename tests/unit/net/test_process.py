@@ -1,14 +1,17 @@
 """A node's process: signals that come while it starts."""
 
+import json
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from coterie.net import fleet, grpc_transport, process
+from coterie.errors import ConfigError, TransportError
+from coterie.net import fleet, grpc_transport, nodefile, process
 from coterie.studies import config
 
 STUDY = """
@@ -93,3 +96,92 @@ def test_a_node_told_to_end_while_its_transport_starts_closes_it(
     with pytest.raises(expected):
         process.run_node(files["node-00"], insecure=True)
     assert events == ["threads begin", "closed"]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    return fleet.lay_out(tmp_path, config.parse_study_text(STUDY))
+
+
+def test_a_role_that_is_not_that_of_the_roster_is_refused_with_the_right_one(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(ConfigError, match=r"role is 'server'; the roster makes node-01 a peer: "):
+        process.run_node(files["node-01"], role="server")
+    monkeypatch.setattr(process.rosters, "check_own", lambda roster, own: ["first", "second"])
+    with pytest.raises(TransportError, match=r"^first$"):
+        process.run_node(files["node-01"])
+
+
+def test_the_run_of_a_node_lies_below_its_name(files: dict[str, Path], tmp_path: Path):
+    folder = process.run_folder(nodefile.load(files["node-01"]), "node-01")
+    assert folder == tmp_path / "nodes/node-01/told/random/seed-0"
+
+
+def test_a_finished_run_is_not_done_again(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(process.checkpoint, "is_finished", lambda folder: True)
+    assert process.run_node(files["node-00"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    told = json.loads(line)
+    assert (told["event"], told["node"]) == ("done", "node-00")
+    assert "delete the folder to run it again" in told["text"]
+
+
+@pytest.mark.parametrize(
+    ("text", "status"), [(None, 0), ({}, 0), ({"alone": False}, 0), ({"alone": True}, 4)]
+)
+def test_the_exit_status_says_whether_anybody_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: Any, status: int
+):
+    monkeypatch.setattr(process, "ALONE", 4)
+    if text is not None:
+        (tmp_path / process.checkpoint.PROVENANCE).write_text(json.dumps(text))
+    assert process._find_status(tmp_path) == status
+
+
+@pytest.mark.parametrize(
+    ("error", "events"),
+    [
+        (OSError(28, "No space left on device"), ["disk_full"]),
+        (ValueError("another"), []),
+        (KeyboardInterrupt(), ["stopped"]),
+        (SystemExit(3), ["stopped"]),
+    ],
+)
+def test_the_end_of_a_node_is_said_where_it_goes_on_from(
+    files: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    events: list[str],
+):
+    def end(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(process, "open_node", end)
+    with pytest.raises(type(error)) as caught:
+        process.run_node(files["node-00"])
+    assert caught.value is error
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [one["event"] for one in told] == events
+    assert all("it continues from" in one["text"] for one in told)
+    assert signal.getsignal(signal.SIGTERM) is process._exit_on_signal
+
+
+def test_a_signal_ends_the_process_with_its_number_as_shells_say():
+    with pytest.raises(SystemExit) as ended:
+        process._exit_on_signal(15, None)
+    assert ended.value.code == 128 + 15
+
+
+def test_who_answers_members_that_join_late_is_started_again(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    file, asked = nodefile.load(files["node-00"]), []
+    assert process._answers_newcomers(file, "node-00") is False
+    sides = SimpleNamespace(answers_newcomers=lambda name: asked.append(name) or True)
+    monkeypatch.setattr(process.latecomers, "find_participants", lambda *_: sides)
+    assert process._answers_newcomers(file, "node-01") is True
+    assert asked == ["node-01"]
