@@ -1,8 +1,8 @@
 """Adapters of different ranks in rows of one width.
 
 A row has room for the largest rank. In a client of a lower one the rest of A and of B is 0, and
-stays so: the gradient of a row of A is a multiple of the column of B beside it, and that of a column
-of B a multiple of the row of A. So every engine and optimizer trains exactly an adapter of the
+stays so: the gradient of a row of A is a multiple of the column of B of the same number, and that
+of the column a multiple of the row. So every engine and optimizer trains exactly an adapter of the
 client's rank, and what a client receives is cut to it.
 """
 
