@@ -3,13 +3,15 @@
 import warnings
 
 import pytest
+import torch
 from tests.selection import first_only
 
 from coterie.methods.dac import Dac
 from coterie.methods.panm import PanmGrad, PanmLoss
 from coterie.methods.pens import Pens
 from coterie.papers.dac import PublishedDac
-from coterie.testing import check_method, tiny_settings
+from coterie.simulation.run import simulate
+from coterie.testing import check_method, tiny_federation, tiny_settings
 
 METHODS = {
     "l2": PublishedDac(num_peers=2, similarity="inv_l2", aggregation="fedsim", scaling="minmax"),
@@ -40,6 +42,17 @@ METHODS = {
 @pytest.mark.parametrize("name", first_only(METHODS, slow=True))
 def test_option_keeps_the_contract(name):
     check_method(METHODS[name])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_clients_that_accept_every_model_change_nothing(name):
+    """Bounds that nobody reaches: the judged messages pass through every exchange of a round."""
+    models = []
+    for acceptance in (False, {"worse": 1e9, "clip": 1e9, "samples": 1e9}):
+        settings = tiny_settings(acceptance=acceptance, evaluate="final")
+        run = simulate(tiny_federation(), METHODS[name], model="linear", settings=settings, seed=3)
+        models.append(run.params)
+    assert torch.equal(*models)
 
 
 @pytest.mark.slow

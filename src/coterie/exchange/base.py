@@ -13,7 +13,7 @@ on the CPU.
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -167,6 +167,21 @@ class Inbox:
         if self.limits is None or name != SAMPLES:
             return value
         return torch.minimum(value, self.limits.samples[:, None].to(value))
+
+    def first_slots(self, count: int) -> "Inbox":
+        """Return the inbox with the first `count` slots of each client alone."""
+        limits = self.limits
+        if limits is not None:
+            limits = replace(limits, scale=limits.scale[:, :count])
+        return replace(
+            self,
+            index=self.index[:, :count],
+            peers=self.peers[:, :count],
+            mask=self.mask[:, :count],
+            age=self.age[:, :count],
+            bytes=self.bytes[:, :count],
+            limits=limits,
+        )
 
     def limited_models(
         self, row: int, slots: Int[Tensor, " slots"]

@@ -192,14 +192,8 @@ def push_and_measure(
     value = torch.where(answered, replies.fields["loss"][replies.index, column].double(), torch.inf)
 
     # The method sees only the peers that it asked.
-    inbox = replace(
-        models,
-        index=models.index[:, :count],
-        peers=peers,
-        mask=answered,
-        age=models.age[:, :count],
-        bytes=models.bytes[:, :count] + replies.bytes,
-    )
+    inbox = models.first_slots(count)
+    inbox = replace(inbox, mask=answered, bytes=inbox.bytes + replies.bytes)
     cost = {
         "passes": judged.sum(1) * rnd.task.count_samples("train"),
         "extra_models": models.mask[:, count:].sum(1),
