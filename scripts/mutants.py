@@ -254,12 +254,21 @@ def tried(fault: Fault, copy: Path, limit: float) -> dict[str, Any]:
 
 
 def everything(
-    faults: Sequence[Fault], root: Path, workers: int, limit: float
+    faults: Sequence[Fault], root: Path, workers: int, limit: float, *, room: float = 0.0
 ) -> dict[str, dict[str, Any]]:
     """Try all faults and return the result of each by its name.
 
+    Args:
+        faults: the faults.
+        root: the project.
+        workers: tests run at once.
+        limit: seconds for the tests of a fault.
+        room: how many times the seconds of all tests on the code as it is the limit must be, so
+            that tests which are merely slow do not count as stopped by a fault.
+
     Raises:
-        Unusable: when a fault is stale, or a related test fails on the code as it is.
+        Unusable: when a fault is stale, a related test fails on the code as it is, or the limit is
+            too short.
     """
     STOPPED.clear()
     for fault in faults:
@@ -285,12 +294,18 @@ def everything(
                 file=sys.stderr,
                 flush=True,
             )
-            copy = copies.get()
+            copy, began = copies.get(), time.monotonic()
             status, output = pytest(copy, tests, max(limit, 60.0 * len(tests)))
             copies.put(copy)
+            took = time.monotonic() - began
             if status != 0:
                 failed = first_failure(output) or "\n".join(output.strip().splitlines()[-3:])
                 raise Unusable(f"a related test fails without any fault; mend it first: {failed}")
+            if limit < room * took:
+                raise Unusable(
+                    f"--limit is {limit:.0f}; the tests take {took:.0f} s without any fault, so "
+                    f"expected {room * took:.0f} or more: else one that is slow counts as noticed"
+                )
             waiting = {pool.submit(attempt, fault): fault for fault in faults}
             for done, future in enumerate(as_completed(waiting), start=1):
                 fault, result = waiting[future], future.result()

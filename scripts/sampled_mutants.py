@@ -3,6 +3,7 @@
     python scripts/sampled_mutants.py --seed 7 --count 30              the packages of the aim
     python scripts/sampled_mutants.py --seed 7 --count 10 net results  other packages
     python scripts/sampled_mutants.py --seed 7 --list net              print the faults, try none
+    python scripts/sampled_mutants.py --join A.json B.json             packages that were tried apart
 
 Nobody chooses the faults: every place of a package where one of the changes below is possible has
 the same chance. So the share that is noticed is an estimate for faults that nobody thought of,
@@ -29,6 +30,7 @@ status is 0 when each package reaches the aim, 1 when not, 2 when the tests cann
 import argparse
 import ast
 import copy
+import json
 import os
 import signal
 import sys
@@ -46,6 +48,8 @@ EQUIVALENT = "tests/mutants/equivalent"
 AIM = 0.85
 """The share of the faults of each package that the tests should notice."""
 PACKAGES = ("engine/native", "net", "cluster", "simulation")
+ROOM = 2.0
+"""How many times what the tests take without a fault the time limit is at least."""
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -298,7 +302,7 @@ def try_packages(
         texts = {fault: describe_change(root, one) for fault, one in faults.items()}
         known = {fault: reasons.get((fault.file, *texts[fault])) for fault in faults}
         tried = [fault for fault, reason in known.items() if reason is None]
-        results = mutants.everything(tried, root, workers, limit)
+        results = mutants.everything(tried, root, workers, limit, room=ROOM)
         for fault, change in faults.items():
             result = results.get(fault.name, {"outcome": "equivalent", "reason": known[fault]})
             before, after = texts[fault]
@@ -321,6 +325,39 @@ def count_outcomes(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any
     return counted
 
 
+def join_results(files: Sequence[Path]) -> dict[str, Any]:
+    """Return the stored content of packages that several commands have tried.
+
+    Raises:
+        Unusable: when they are not of one commit, one seed and one number of faults.
+    """
+    parts = [json.loads(path.read_text("utf-8")) for path in files]
+    joined = parts[0]
+    first = joined["origin"]
+    for path, part in zip(files[1:], parts[1:], strict=True):
+        origin = part["origin"]
+        for name, one, other in (
+            ("commit", first["commit"], origin["commit"]),
+            ("seeds", first["seeds"], origin["seeds"]),
+            ("count", first["config"]["count"], origin["config"]["count"]),
+        ):
+            if one != other:
+                raise mutants.Unusable(
+                    f"{path}: {name} is {other}; expected {one} as in {files[0]}"
+                )
+        if twice := {*origin["config"]["packages"]} & {*first["config"]["packages"]}:
+            raise mutants.Unusable(f"{path}: {min(twice)} is there twice")
+        first["config"]["packages"] += origin["config"]["packages"]
+        first["speaks_of"] = sorted(first["speaks_of"] + origin["speaks_of"])
+        joined["results"] += part["results"]
+    names = " ".join(first["config"]["packages"])
+    seed, count = first["seeds"][0], first["config"]["count"]
+    # One command gives the same: the sample of a package depends on no other.
+    first["command"] = f"python scripts/sampled_mutants.py --seed {seed} --count {count} {names}"
+    joined["totals"] = count_outcomes(joined["results"])
+    return joined
+
+
 def parse_words(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -329,7 +366,11 @@ def parse_words(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "packages", nargs="*", help=f"folders of src/coterie (default: {' '.join(PACKAGES)})"
     )
-    parser.add_argument("--seed", type=int, required=True, help="the seed of the samples")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--seed", type=int, help="the seed of the samples")
+    what.add_argument(
+        "--join", type=Path, nargs="+", metavar="FILE", help="stored results of several packages"
+    )
     parser.add_argument(
         "--count", type=int, default=30, help="faults of each package (default: 30)"
     )
@@ -338,13 +379,16 @@ def parse_words(words: Sequence[str] | None) -> argparse.Namespace:
         "--workers", type=int, default=os.cpu_count() or 1, help="tests run at once"
     )
     parser.add_argument(
-        "--limit", type=float, default=300.0, help="seconds for the tests of a fault (default: 300)"
+        "--limit",
+        type=float,
+        default=2400.0,
+        help="seconds for the tests of a fault (default: 2400)",
     )
     parser.add_argument("--dry", action="store_true", help="write no results")
     parser.add_argument("--out", type=Path, help=f"where results are kept (default: {STORED})")
     parser.add_argument("--root", type=Path, default=ROOT, help="the project")
     found = parser.parse_args(words)
-    if min(found.workers, found.count) < 1 or found.seed < 0:
+    if min(found.workers, found.count) < 1 or (found.seed or 0) < 0:
         parser.error("--workers and --count are at least 1, --seed at least 0")
     return found
 
@@ -353,6 +397,16 @@ def main(words: Sequence[str] | None = None) -> int:
     """Draw and try faults, store the results and return the exit status."""
     arguments = parse_words(words)
     root, packages = arguments.root.resolve(), arguments.packages or list(PACKAGES)
+    path = arguments.out or root / STORED
+    if arguments.join:
+        try:
+            content = join_results(arguments.join)
+        except mutants.Unusable as error:
+            print(error, file=sys.stderr)
+            return 2
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        return show_outcomes(content["results"], content["totals"])
     for package in packages:
         if not (root / "src/coterie" / package).is_dir():
             print(f"there is no package src/coterie/{package}", file=sys.stderr)
@@ -379,9 +433,16 @@ def main(words: Sequence[str] | None = None) -> int:
 
         settings = {"packages": packages, "count": arguments.count, "limit": arguments.limit}
         write_results(
-            arguments.out or root / STORED, rows, packages, settings,
+            path, rows, packages, settings,
             seeds=(arguments.seed,), where=describe_machine("pytest"), totals=counted,
         )  # fmt: skip
+    return show_outcomes(rows, counted)
+
+
+def show_outcomes(
+    rows: Sequence[Mapping[str, Any]], counted: Mapping[str, Mapping[str, Any]]
+) -> int:
+    """Print the faults that survived and the share of each package; return the exit status."""
     for row in rows:
         if row["outcome"] == "survived":
             place = f"{row['file']}:{row['line']}: {row['kind']}"

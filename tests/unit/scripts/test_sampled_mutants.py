@@ -148,3 +148,61 @@ def test_faults_are_tried_and_stored_with_their_shares(tiny, capsys):
     assert "survived: src/coterie/own/tiny.py:15" in capsys.readouterr().err
     assert (tiny / "src/coterie/own/tiny.py").read_text() == SOURCE
     assert sampled_mutants.main(["nowhere", "--seed", "0", "--root", str(tiny)]) == 2
+
+
+def test_packages_that_were_tried_apart_are_joined_to_what_one_command_stores(tmp_path, capsys):
+    def part(package, outcomes, **changes):
+        origin = {"commit": "c", "seeds": [4], "made": "today", "command": f"one of {package}",
+                  "config": {"packages": [package], "count": 2}, "speaks_of": [package]}  # fmt: skip
+        row = {
+            "package": package,
+            "file": "f.py",
+            "line": 1,
+            "kind": "constant",
+            "before": "a",
+            "after": "b",
+        }
+        rows = [{**row, "outcome": outcome} for outcome in outcomes]
+        path = tmp_path / f"{package}.json"
+        path.write_text(
+            json.dumps({"origin": {**origin, **changes}, "totals": {}, "results": rows})
+        )
+        return str(path)
+
+    files = [part("net", ["noticed", "survived"]), part("cluster", ["noticed", "equivalent"])]
+    out = tmp_path / "stored" / "all.json"
+    assert sampled_mutants.main(["--join", *files, "--out", str(out)]) == 1, "net has a half"
+    stored = json.loads(out.read_text())
+    assert stored["origin"]["config"] == {"packages": ["net", "cluster"], "count": 2}
+    assert stored["origin"]["speaks_of"] == ["cluster", "net"]
+    assert stored["origin"]["command"].endswith("--seed 4 --count 2 net cluster")
+    assert [row["outcome"] for row in stored["results"]] == [
+        "noticed", "survived", "noticed", "equivalent",
+    ]  # fmt: skip
+    assert stored["totals"]["all"] == {
+        "faults": 3, "noticed": 2, "timed out": 0, "survived": 1, "kill_rate": 0.6667, "equivalent": 1,
+    }  # fmt: skip
+    assert "net: 50.0% of 2 were noticed" in capsys.readouterr().out
+    for changes in (
+        {"seeds": [5]},
+        {"commit": "d"},
+        {"config": {"packages": ["cluster"], "count": 3}},
+    ):
+        other = part("cluster", [], **changes)
+        assert sampled_mutants.main(["--join", files[0], other, "--out", str(out)]) == 2
+    assert sampled_mutants.main(["--join", files[0], files[0], "--out", str(out)]) == 2
+    assert json.loads(out.read_text()) == stored, "nothing is overwritten"
+
+
+def test_a_limit_that_slow_tests_would_reach_is_refused(tmp_path, monkeypatch):
+    """Then a test that is merely slow would count as one that noticed."""
+    fault = mutants.Fault("own", "f", "f.py", "a", "b", ("t.py",))
+    (tmp_path / "f.py").write_text("a")
+    clock = iter([0.0, 100.0])
+    monkeypatch.setattr(mutants, "copied", lambda root, folder: folder)
+    monkeypatch.setattr(mutants, "pytest", lambda *_: (0, ""))
+    monkeypatch.setattr(mutants.time, "monotonic", lambda: next(clock))
+    with pytest.raises(
+        mutants.Unusable, match=r"--limit is 199; the tests take 100 s .* 200 or more"
+    ):
+        mutants.everything([fault], tmp_path, 1, 199.0, room=2.0)
