@@ -51,6 +51,7 @@ METHODS = [
     coterie.Random(num_peers=2, **RULE),
     coterie.FedAvg(**RULE),
     full(coterie.Dac(num_peers=2, similarity="cos_product", **RULE)),
+    full(coterie.Dac(num_peers=2, similarity="agreement")),
     full(coterie.Random(num_peers=2, aggregation="norm-weighted")),
     full(coterie.Pens(num_sampled=3, num_kept=1, num_peers=2, stage_one_rounds=1, **RULE)),
     full(coterie.FixTopology(num_peers=2, **RULE)),
@@ -183,6 +184,32 @@ def test_dac_measures_the_cosine_of_products():
         one, other = updates[row.reader], updates[row.read]
         expected = float(one @ other / one.norm() / other.norm())
         assert row.similarity == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.option("Dac.similarity", "agreement")
+@pytest.mark.parametrize("shared", [(), ("!head",)], ids=["whole", "head at home"])
+def test_dac_measures_how_far_two_models_predict_the_same(shared):
+    """Of what the untouched modules return; a received part is completed with the client's own rest."""
+    data, model = tiny_federation(), MODEL
+    settings = tiny_settings(rounds=1, record_similarities=True, shared=shared)
+    run = coterie.simulate(
+        data, coterie.Dac(num_peers=2, similarity="agreement"), model=model, settings=settings
+    )
+    alone = coterie.simulate(
+        data, coterie.Local(), model=model, settings=tiny_settings(rounds=0, shared=shared)
+    )
+    assert len(run.edges) == 12
+    for row in run.edges.itertuples():
+        x = data.x[row.reader][data.split[row.reader] == TRAIN]
+        mine, theirs = alone.model(row.reader).double(), alone.model(row.read).double()
+        if shared:
+            theirs.head = mine.head
+        with torch.no_grad():
+            one, other = (module(x).softmax(-1) for module in (mine, theirs))
+        expected = 1 - float((one - other).abs().sum(1).mean()) / 2
+        assert row.similarity == pytest.approx(expected, abs=1e-6)
+    values = run.metrics[run.metrics["metric"] == "passes"]["value"]
+    assert values.tolist() == [3 * 12] * 6
 
 
 @pytest.mark.parametrize(

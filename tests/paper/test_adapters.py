@@ -104,6 +104,7 @@ def test_products_tell_who_solves_the_same_problem():
     shares = {}
     for name, method in {
         "products": coterie.Dac(num_peers=3, similarity="cos_product"),
+        "agreement": coterie.Dac(num_peers=3, similarity="agreement"),
         "random": coterie.Random(num_peers=3),
     }.items():
         local = coterie.LocalTraining(optimizer="sgd", lr=0.3, steps=5, batch_size=64)
@@ -114,4 +115,48 @@ def test_products_tell_who_solves_the_same_problem():
         late = run.edges[run.edges["round"] >= 5]
         shares[name] = float(((late["reader"] < 6) == (late["read"] < 6)).mean())
     assert shares["products"] > 0.8
+    assert shares["agreement"] > shares["random"] + 0.2
     assert shares["random"] < 0.6
+
+
+@pytest.mark.full
+def test_trust_by_predictions_beats_averaging_everybody_and_nobody():
+    """Wagner, Fan, Jaggi 2024: with few samples a client and two conflicting clusters; means of three seeds."""
+    methods = {
+        "agreement": coterie.Dac(num_peers=3, similarity="agreement", aggregation="fedsim"),
+        "everybody": coterie.FedAvg(),
+        "nobody": coterie.Local(),
+    }
+    accuracy = dict.fromkeys(methods, 0.0)
+    for name, method in methods.items():
+        for seed in range(3):
+            local = coterie.LocalTraining(optimizer="sgd", lr=0.3, steps=5, batch_size=16)
+            settings = coterie.Settings(
+                rounds=15, local=local, evaluate="final", engine="loop", check=False
+            )
+            data = make_data(12, flipped=range(6, 12), samples=24)
+            run = coterie.simulate(data, method, model=make_start(), settings=settings, seed=seed)
+            tested = run.metrics[run.metrics["split"] == "test"]
+            accuracy[name] += float(tested[tested["metric"] == "accuracy"]["value"].mean()) / 3
+    assert accuracy["agreement"] > accuracy["nobody"] + 0.02
+    assert accuracy["agreement"] > accuracy["everybody"] + 0.1
+
+
+def test_what_is_shared_of_fedsa_is_averaged_and_b_stays_at_home():
+    """Guo et al. 2024 (FedSA-LoRA): A is the mean of all after a round, and each client keeps the B that it trained."""
+    data, start = make_data(), make_start()
+    local = coterie.LocalTraining(optimizer="sgd", lr=RATE, steps=STEPS, batch_size=90)
+    settings = coterie.Settings(
+        rounds=1, local=local, evaluate="final", engine="loop", shared=["*lora_A*"]
+    )
+    run = coterie.simulate(data, coterie.FedAvg(), model=start, settings=settings)
+    ends = [train_plainly(start, data, client, STEPS, RATE) for client in range(3)]
+    weights = data.count_samples("train").double()
+    mean = sum(
+        w * one.lora_A.weight.double() for w, one in zip(weights / weights.sum(), ends, strict=True)
+    )
+    for client, end in enumerate(ends):
+        found = run.model(client)
+        torch.testing.assert_close(found.lora_A.weight.double(), mean, rtol=0, atol=1e-6)
+        torch.testing.assert_close(found.lora_B.weight, end.lora_B.weight, rtol=0, atol=1e-6)
+    assert not torch.allclose(ends[0].lora_B.weight, ends[1].lora_B.weight, rtol=0, atol=1e-3)

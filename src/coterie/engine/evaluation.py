@@ -16,6 +16,8 @@ from coterie.exchange.base import Inbox
 from coterie.functional import metrics
 from coterie.functional.losses import Loss
 from coterie.functional.metrics import Metric, Undefined
+from coterie.functional.scores import Form
+from coterie.functional.similarity import agree_on_predictions
 from coterie.models.layout import Layout
 from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
@@ -104,6 +106,43 @@ class Evaluator:
             losses = self._score_pairs(inbox.table, models, clients, split)
         out[clients, slots] = losses
         return out
+
+    def measure_agreement(
+        self, own: Float[Tensor, "clients params"], inbox: Inbox, split: str
+    ) -> Float[Tensor, "clients peers"]:
+        """Return how far received models predict the same; see `Task.measure_agreement`."""
+        out = torch.zeros(inbox.mask.shape, dtype=torch.float64)
+        clients, slots = inbox.mask.nonzero(as_tuple=True)
+        samples, indices = self.data.samples, self.data.sample_indices(split)
+        counts, form = self.data.count_samples(split), self._outputs_form()
+        # Client by client: what two models predict depends on no other client, and few outputs are
+        # in memory at a time.
+        for client in clients.unique().tolist():
+            received = inbox.table[inbox.index[client, slots[clients == client]].to(own.device)]
+            mine = own[client : client + 1]
+            if inbox.part is not None:
+                received = inbox.part.keep_local(mine.expand(len(received), -1), received)
+            models = torch.arange(1 + len(received))
+            pairs = EvaluationPairs(
+                samples, indices, counts, models, torch.full_like(models, client),
+                self.data.input_noise(self.rng, "noise"), self._draw_keys(split),
+            )  # fmt: skip
+            table = torch.cat([mine, received])
+            outputs = [
+                one for _, _, part in self._iterate_outputs(table, pairs, None) for one in part
+            ]
+            if not outputs:  # of a client without samples
+                continue
+            targets = samples.prepare_targets(indices[client, : int(counts[client])])
+            forms = [self.loss.to_metric_form(one, targets) for one in outputs]
+            first = forms[0][0]
+            values = [agree_on_predictions(form, first, one, known) for one, known in forms[1:]]
+            out[client, slots[clients == client]] = torch.tensor(values, dtype=torch.float64)
+        # A model that is not finite agrees with none.
+        return torch.nan_to_num(out, nan=0.0)
+
+    def _outputs_form(self) -> Form:
+        return self.loss.possible_forms(self.data.samples.prepare_targets(torch.arange(1)))[0]
 
     def _score_pairs(
         self, table: Tensor, models: Tensor, clients: Tensor, split: str

@@ -385,6 +385,21 @@ class Task:
         """
         return self.evaluator.score(inbox, split, keep=keep)
 
+    def measure_agreement(
+        self, own: Float[Tensor, "clients params"], inbox: Inbox, split: str = "train"
+    ) -> Float[Tensor, "clients peers"]:
+        """Return how far each received model predicts what the receiver's own does, in [0, 1].
+
+        Args:
+            own: the models of the receivers.
+            inbox: what was received; 0 where nothing arrived.
+            split: of the receiver's data, on which both models are run.
+
+        Raises:
+            ConfigError: where outputs are no classes.
+        """
+        return self.evaluator.measure_agreement(own, inbox, split)
+
     def evaluate(
         self, params: Float[Tensor, "clients params"], inputs: Mapping[str, Tensor] | None = None
     ) -> dict[str, Float[Tensor, " clients"]]:

@@ -9,9 +9,11 @@ array of clients x peers x params is ever built.
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from coterie.errors import ConfigError
+from coterie.functional.scores import UNCOUNTED, Form
 from coterie.functional.sums import COLUMNS, sum_rows_in_place
 
 _CACHED = 1 << 17  # float64 entries of a temporary on a CPU, 1 MB: it stays in a core's cache
@@ -37,6 +39,51 @@ def invert_cost(
     """
     # 1 / infinity is 0: what did not arrive needs no case of its own.
     return torch.nan_to_num(1 / (cost.double().cpu() + eps), nan=0.0)
+
+
+def agree_on_predictions(
+    form: Form,
+    one: Float[Tensor, "samples *outputs"],
+    other: Float[Tensor, "samples *outputs"],
+    targets: Shaped[Tensor, "samples *targets"],
+) -> float:
+    r"""Return how far two models predict the same: $1 - \frac12 \sum_c |p_c - q_c|$ on average.
+
+    Args:
+        form: of the outputs, see `functional.scores`: "class", "positions" or "labels"; a label is
+            two classes, yes and no.
+        one: outputs of a model.
+        other: outputs of the other model.
+        targets: say which positions count.
+
+    Returns:
+        A number in [0, 1]; NaN where no position counts, or an output is not a number.
+
+    Raises:
+        ConfigError: for outputs that are no classes.
+
+    Example:
+        >>> yes, no = torch.tensor([[0.0, 50.0]]), torch.tensor([[50.0, 0.0]])
+        >>> some = torch.tensor([1])
+        >>> agree_on_predictions("class", yes, yes, some), agree_on_predictions("class", yes, no, some)
+        (1.0, 0.0)
+
+    References:
+        Wagner, Fan, Jaggi, Personalized collaborative fine-tuning for on-device large language
+        models, 2024, https://arxiv.org/abs/2404.09753, where clients compare predictions for a
+        public set.
+    """
+    if form not in ("class", "positions", "labels"):
+        raise ConfigError(
+            "similarity 'agreement' compares predicted classes, and these outputs are no classes; "
+            "take 'inv_loss'"
+        )
+    if form == "labels":
+        return float(1 - (one.double().sigmoid() - other.double().sigmoid()).abs().mean())
+    gap = (one.double().softmax(-1) - other.double().softmax(-1)).abs().sum(-1) / 2
+    if form == "positions":
+        gap = gap[targets != UNCOUNTED]
+    return float(1 - gap.mean())
 
 
 def l2_distances(

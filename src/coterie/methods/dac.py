@@ -41,7 +41,9 @@ from coterie.methods.peer_table import (
 )
 from coterie.rng import Rng
 
-Metric = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad", "cos_product"]
+Metric = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad", "cos_product", "agreement"]
+_BY_OUTPUTS = ("inv_loss", "agreement")
+"""Similarities of what models return for the client's training data; others compare their numbers."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ def pull_and_measure(
     if metric == "inv_loss":
         value = similarity.invert_cost(rnd.task.score(inbox), eps)
         return MeasuredInbox(inbox, value, {"passes": arrived * rnd.task.count_samples("train")})
+    if metric == "agreement":
+        value = rnd.task.measure_agreement(state.params, inbox)
+        # The client's own model is run too.
+        passes = (arrived + (arrived > 0)) * rnd.task.count_samples("train")
+        return MeasuredInbox(inbox, value, {"passes": passes})
     if metric == "cos_product":
         slots = rnd.task.sharing.list_compared_slots(rnd.task.layout)
         pairs = adapters.find_pairs(slots, "similarity 'cos_product'")
@@ -372,7 +379,8 @@ class Dac(PeerMethod):
         similarity: "inv_loss", 1 over the loss of the peer's model on the client's data; "inv_l2",
             1 over the distance of the models; "cos_weight" and "cos_grad", the cosine of the models
             or of their updates since the start; "cos_product", that of the products of their
-            low-rank adapters.
+            low-rank adapters; "agreement", 1 minus the total variation between what the two models
+            predict for the client's data, classes alone.
         aggregation: "fedavg"; "fedsim", by this round's similarities; a rule of
             `functional.robust.RULES`, by its name or as a table with its settings; or the import
             path of a custom rule, a function of `functional.aggregation.ReceivedModels`.
@@ -438,6 +446,8 @@ class Dac(PeerMethod):
         """See `Method.privacy_leak`."""
         if self.similarity == "inv_loss":
             return "models are mixed by their losses on the training data"
+        if self.similarity == "agreement":
+            return "models are mixed by what they predict for the training data"
         return ""
 
     @property
@@ -447,7 +457,7 @@ class Dac(PeerMethod):
 
     def init_memory(self, task: Task, rng: Rng) -> PeerSimilarities | PeerTable:
         """Return a memory without similarities."""
-        apart = task.model.init == "per_client" and self.similarity != "inv_loss"
+        apart = task.model.init == "per_client" and self.similarity not in _BY_OUTPUTS
         if apart:
             # Differences between the first models hide those between the data.
             text = f"{self.kind}: {self.similarity} says little while clients start from different models (per_client)"
@@ -678,7 +688,9 @@ class Dac(PeerMethod):
         if isinstance(phase, str):
             return Cost()
         peers, size = min(self.num_peers, setting.num_others), setting.number_bytes
-        cost = cost_of_reading(setting, peers, scored=peers * (self.similarity == "inv_loss"))
+        scored = peers * (self.similarity in _BY_OUTPUTS)
+        scored += self.similarity == "agreement"  # the client's own model is run too
+        cost = cost_of_reading(setting, peers, scored=scored)
         if self.similarity == "cos_grad" and setting.start_apart:
             cost += Cost(extra_models=peers, bytes=peers * setting.num_compared * size)
         # a similarity for each member, and whether it counts; in a table an id in place of that

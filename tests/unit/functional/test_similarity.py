@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from coterie.errors import ConfigError
 from coterie.functional import similarity
 from coterie.rng import Rng
 
@@ -166,3 +167,32 @@ def test_inverse_handles_lost_and_diverged_models():
     """1 / (0.5 + 0.5) = 1; an infinite loss and a loss that is not a number give 0."""
     got = similarity.invert_cost(torch.tensor([[0.5, torch.inf, torch.nan]]), eps=0.5)
     assert got.tolist() == [[1.0, 0.0, 0.0]]
+
+
+# ---------------------------------------------------------------- predictions
+
+
+def softmax(logits):
+    raised = np.exp(logits - logits.max(-1, keepdims=True))
+    return raised / raised.sum(-1, keepdims=True)
+
+
+def test_agreement_is_one_minus_the_total_variation_of_what_is_predicted():
+    """Against numpy: classes of samples, positions that count, and labels."""
+    one, other = normal(4, 5, 3), normal(4, 5, 3, seed=1)
+    targets = torch.arange(20).reshape(4, 5) % 3
+    targets[0, 2:] = -100
+    gap = np.abs(softmax(one.numpy()) - softmax(other.numpy())).sum(-1) / 2
+    found = similarity.agree_on_predictions("positions", one, other, targets)
+    assert found == pytest.approx(1 - gap[targets.numpy() != -100].mean(), abs=1e-12)
+    found = similarity.agree_on_predictions("class", one[0], other[0], targets[1])
+    assert found == pytest.approx(1 - gap[0].mean(), abs=1e-12)
+    yes = [1 / (1 + np.exp(-logits[0].numpy())) for logits in (one, other)]
+    found = similarity.agree_on_predictions("labels", one[0], other[0], targets[0])
+    assert found == pytest.approx(1 - np.abs(yes[0] - yes[1]).mean(), abs=1e-12)
+    assert similarity.agree_on_predictions("positions", one, one, targets) == 1
+
+
+def test_numbers_are_no_predictions_of_classes():
+    with pytest.raises(ConfigError, match=r"'agreement' compares predicted classes, .* 'inv_loss'"):
+        similarity.agree_on_predictions("numbers", normal(3), normal(3), normal(3))
