@@ -60,4 +60,4 @@ def test_the_study_runs_on_made_up_pages(example, tmp_path):
     told = CliRunner().invoke(app, [*given, "--out", "runs", "--workers", "1"])
     assert told.exit_code == 0, told.output
     runs = sorted(path.parent.name for path in (tmp_path / "runs/manual-pages").glob("*/seed-0"))
-    assert len(runs) == 7
+    assert len(runs) == 8
