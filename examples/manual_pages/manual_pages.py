@@ -18,9 +18,10 @@ import transformers
 import coterie
 
 LANGUAGES = ("de", "fr", "nl", "pt", "ru", "sv")
+PRETRAINED = ("de",)  # what the model has seen; of a model of all six, clients learn nothing new
 CLIENTS = 4  # of each language
 LENGTH = 64  # bytes of a sample
-SAMPLES, TESTED = 40, 60  # of a client: to train and validate, and to test
+SAMPLES, TESTED = 70, 60  # of a client: to train and validate, and to test
 BYTES = 256
 
 
@@ -81,9 +82,9 @@ def federation(pages: str | None = None, seed: int = 0) -> coterie.Federation:
 
 
 def pretrain(folder: str, pages: str | None = None, steps: int = 1500) -> list[float]:
-    """Train a small GPT-2 on pages of all languages that no client has; return its losses."""
+    """Train a small GPT-2 on German pages that no client has; return its losses."""
     texts, draw = load_pages(pages), np.random.default_rng(0)
-    mixed = [page for language in LANGUAGES for page in share_pages(texts[language], 0)]
+    mixed = [page for language in PRETRAINED for page in share_pages(texts[language], 0)]
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=BYTES, n_positions=LENGTH, n_embd=64, n_layer=2, n_head=4,
@@ -107,6 +108,17 @@ def pretrain(folder: str, pages: str | None = None, steps: int = 1500) -> list[f
     return losses
 
 
+def measure_start(folder: str, pages: str | None = None, seed: int = 0) -> float:
+    """Return the mean perplexity of the clients' test sets before anybody has trained."""
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), []
+    data = federation(pages, seed)
+    with torch.no_grad():
+        for client in range(len(data)):
+            ids = data.tests[data.test_of[client]].x.long()
+            found.append(float(model(input_ids=ids, labels=ids).loss.exp()))
+    return sum(found) / len(found)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", help="where the model is written")
@@ -114,3 +126,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=1500)
     given = parser.parse_args()
     pretrain(given.folder, given.pages, given.steps)
+    for number in range(3):
+        start = measure_start(given.folder, given.pages, number)
+        print(f"seed {number}: perplexity {start:.2f} before training")

@@ -37,7 +37,7 @@ def test_each_client_has_pages_of_one_language_that_nobody_else_has(example, tmp
     assert data.truth.cluster.tolist() == [place // 4 for place in range(24)]
     seen = []
     for client in range(24):
-        assert [int((data.split[client] == one).sum()) for one in (TRAIN, VALIDATION)] == [30, 10]
+        assert [int((data.split[client] == one).sum()) for one in (TRAIN, VALIDATION)] == [60, 10]
         test = data.tests[data.test_of[client]]
         assert test.x.shape == (example.TESTED, example.LENGTH)
         own, tested = (set(np.unique(x)) - {ord("\n")} for x in (data.x[client], test.x))
@@ -45,7 +45,7 @@ def test_each_client_has_pages_of_one_language_that_nobody_else_has(example, tmp
         assert {(int(one) - 33) // 12 for one in own | tested} == {client // 4}
         seen += own
     assert len(seen) == len(set(seen)) == 48
-    mixed = {ord(one[:1]) for k in example.LANGUAGES for one in example.share_pages(
+    mixed = {ord(one[:1]) for k in example.PRETRAINED for one in example.share_pages(
         example.load_pages(str(tmp_path / "pages.parquet"))[k], 0)}  # fmt: skip
     assert not mixed & set(seen)
 
