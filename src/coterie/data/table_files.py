@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -263,17 +264,21 @@ def read_ids(loaded: LoadedTable, name: str) -> list[Any]:
 
 
 def decide_types(
-    loaded: LoadedTable, names: Sequence[str], kept: Sequence[str] = (), decimal: str | None = None
+    loaded: LoadedTable,
+    names: Sequence[str],
+    categories: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+    decimal: str | None = None,
 ) -> tuple[pa.Table, tuple[str, ...]]:
     """Return a table whose columns have types, and notes on how numbers were read.
 
     A column of a file is of numbers where all its entries are, of true and false likewise, and of
-    text otherwise.
+    text otherwise. Words such as NA stand for empty entries, with a warning in columns of text,
+    where they may be a category.
 
     Args:
         loaded: the first table.
         names: the columns that are used; the others stay as they are.
-        kept: columns that stay text.
+        categories: the categories of columns that stay text; none of them is an empty entry.
         decimal: the sign before the fraction of a number; found when not given.
 
     Raises:
@@ -281,8 +286,10 @@ def decide_types(
     """
     if not loaded.as_text:
         return loaded.arrow, ()
-    columns = {name: _clear_empty(loaded.arrow[name]) for name in dict.fromkeys(names)}
-    guessed = {name: column for name, column in columns.items() if name not in kept}
+    columns = {}
+    for name in dict.fromkeys(names):
+        columns[name] = _clear_empty(loaded.arrow[name], categories.get(name, ()))
+    guessed = {name: column for name, column in columns.items() if name not in categories}
     decimal = decimal or _find_decimal(guessed)
     read, padded = {}, []
     for name, column in columns.items():
@@ -297,7 +304,10 @@ def decide_types(
         # Such a column may hold codes; as numbers they lose their zeros, which is noted.
         if found is not None and pa.types.is_integer(found.type) and _any(column, r"^0\d"):
             padded.append(name)
-        read[name] = column if found is None else found
+        if found is None:
+            _warn_of_words(name, loaded.arrow[name], column)
+            found = column
+        read[name] = found
     made = _replace_columns(loaded.arrow, read)
     notes = ("decimal commas",) if decimal == "," else ()
     if padded:
@@ -305,14 +315,33 @@ def decide_types(
     return made, notes
 
 
+def _warn_of_words(name: str, written: pa.ChunkedArray, cleared: pa.ChunkedArray) -> None:
+    """Warn of words in a column of text that were read as empty entries."""
+    words = pc.utf8_trim_whitespace(written.filter(pc.is_null(cleared)))
+    words = words.filter(pc.not_equal(words, ""))
+    if not len(words):
+        return
+    word = words[0].as_py()
+    warnings.warn(
+        f"column {name!r} has {word!r} ({len(words)} rows with such words), which is read as an "
+        "empty entry; if it is a category, give all that the column has: "
+        f"categories = {{ {name} = [{word!r}, ...] }}",
+        stacklevel=2,
+    )
+
+
 def follow_types(
-    loaded: LoadedTable, kinds: Mapping[str, Kind], decimal: str | None = None
+    loaded: LoadedTable,
+    kinds: Mapping[str, Kind],
+    categories: Mapping[str, Sequence[Any]] = MappingProxyType({}),
+    decimal: str | None = None,
 ) -> pa.Table:
     """Return a later table with its columns read as those of a first one.
 
     Args:
         loaded: the later table.
         kinds: what each column is.
+        categories: those of columns of text, where they are known; none of them is an empty entry.
         decimal: the sign before the fraction of a number; found when not given.
 
     Raises:
@@ -321,7 +350,7 @@ def follow_types(
     read, numbers = {}, {}
     for name in kinds:
         if loaded.as_text:
-            read[name] = _clear_empty(loaded.arrow[name])
+            read[name] = _clear_empty(loaded.arrow[name], categories.get(name, ()))
             if kinds[name] != "text":
                 numbers[name] = read[name]
     decimal = decimal or _find_decimal(numbers)
@@ -360,9 +389,10 @@ def _replace_columns(table: pa.Table, columns: Mapping[str, pa.ChunkedArray]) ->
     return pa.table(made, names=names)
 
 
-def _clear_empty(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column of text with null where a word stands for an empty entry."""
-    empty = pc.is_in(pc.utf8_trim_whitespace(column), value_set=pa.array(_EMPTY))
+def _clear_empty(column: pa.ChunkedArray, categories: Sequence[Any] = ()) -> pa.ChunkedArray:
+    """Return a column of text with null where a word that is no category stands for nothing."""
+    words = [word for word in _EMPTY if word not in categories]
+    empty = pc.is_in(pc.utf8_trim_whitespace(column), value_set=pa.array(words))
     return pc.if_else(empty, pa.scalar(None, pa.string()), column)
 
 

@@ -303,7 +303,7 @@ def _load_tables(
     chosen = columns.select_inputs(loaded.names)
     owners = [] if columns.client is None else read_ids(loaded, columns.client)
     needed = [*chosen, *columns.target_names]
-    arrow, notes = decide_types(loaded, needed, tuple(columns.categories), columns.decimal)
+    arrow, notes = decide_types(loaded, needed, columns.categories, columns.decimal)
     if columns.schema is not None:
         # Columns without categories hold numbers, as the schema says.
         known = _ArrowTable(arrow, None, name)
@@ -326,7 +326,7 @@ def _load_tables(
         check_column(held.arrow, one, what)
     kinds: dict[str, Kind] = {one: _find_kind(arrow[one].type) for one in needed}
     kinds.update({one: "text" for one in columns.categories if one in chosen})
-    later = _ArrowTable(follow_types(held, kinds, columns.decimal), None, what)
+    later = _ArrowTable(follow_types(held, kinds, columns.categories, columns.decimal), None, what)
     for one, kind in kinds.items():
         _require_kind(later, one, kind)
     return [pool, later], (*loaded.notes, *notes)
@@ -367,10 +367,13 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
     """
     loaded, entries = load_table(table), []
     kinds: dict[str, Kind] = {}
+    categories = {}
     for column in columns:
         check_column(loaded.arrow, column.name, "the table")
         kinds[column.name] = "numbers" if column.categories is None else "text"
-    found = _ArrowTable(follow_types(loaded, kinds), None, loaded.what)
+        if column.categories is not None:
+            categories[column.name] = column.categories
+    found = _ArrowTable(follow_types(loaded, kinds, categories), None, loaded.what)
     for column in columns:
         if column.categories is None:
             _require_kind(found, column.name, "numbers")

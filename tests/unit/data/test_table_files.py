@@ -17,6 +17,7 @@ import coterie
 from coterie import from_table
 from coterie.data.inputs import InputForm
 from coterie.data.table_files import CsvFormat, load_table
+from coterie.data.tables import read_inputs
 from coterie.errors import ConfigError, DataError
 
 OLD = settings(
@@ -280,6 +281,30 @@ def test_empty_columns_and_words_for_empty_entries(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert from_table(path, target="y", client="c", features=["a"], impute=0).features == (1,)
+
+
+@pytest.mark.parametrize("word", ["None", "NA", "null", "nan"])
+def test_a_category_called_as_an_empty_entry_is_asked_about_or_kept(tmp_path, word):
+    """Filled without a word, each row of it would be trained as another category."""
+    values = [word, "minor", "major"]
+    rows = [("x", values[row % 3], row % 2) for row in range(12)]
+    path, header = tmp_path / "t.csv", ("c", "a", "y")
+    write(path, rows, header)
+    with pytest.warns(
+        UserWarning, match=f"'a' has '{word}' .4 rows.*categories = .* a = ..{word}'"
+    ):
+        made = from_table(path, target="y", client="c", impute="median")
+    assert made.features == (2,)
+
+    named = {"a": values}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = from_table(path, target="y", client="c", impute="median", categories=named)
+    inputs = torch.cat([made.x[0], made.tests[0].x])
+    assert inputs.sum(0).tolist() == [4, 4, 4], "each of the three has a column of its own"
+    # A later file is read with the categories of the first.
+    later = read_inputs(path, made.table)
+    assert later.tolist() == [[float(value == one) for one in values] for _, value, _ in rows]
 
 
 def test_an_index_that_is_no_feature_may_stay(tmp_path):
