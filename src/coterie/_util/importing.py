@@ -1,13 +1,18 @@
 """Import paths, `package.module:name`: how study files name what is not built in."""
 
+import ast
+import hashlib
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from coterie.errors import ConfigError, describe_unknown
 
 T = TypeVar("T")
+_own_code: dict[str, str] = {}  # of the modules that this process has imported by a path
 
 
 def import_object(path: str, what: str, package: str = "") -> Any:
@@ -26,6 +31,9 @@ def import_object(path: str, what: str, package: str = "") -> Any:
         3.141592653589793
     """
     module, _, name = path.partition(":")
+    # Before the import: a file that changes afterwards is not what runs.
+    if module not in _own_code and (digest := compute_module_digest(module)):
+        _own_code[module] = digest
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
@@ -39,6 +47,29 @@ def import_object(path: str, what: str, package: str = "") -> Any:
             f"{what}: {error}; expected package.module:name, importable from here"
         ) from error
     return found
+
+
+def compute_module_digest(module: str) -> str:
+    """Return a digest of the code in a module's file, comments aside.
+
+    It is "" for Coterie's own modules and where no file of Python code is found.
+    """
+    if module.partition(".")[0] == "coterie":
+        return ""
+    try:
+        found = importlib.util.find_spec(module)
+        if found is None or found.origin is None:
+            return ""
+        text = ast.dump(ast.parse(Path(found.origin).read_bytes()))
+    # A module that cannot be found or read is refused where it is imported, in words of its own.
+    except (ImportError, AttributeError, TypeError, ValueError, OSError, SyntaxError):
+        return ""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def list_own_code() -> dict[str, str]:
+    """Return the digests of the modules that this process has imported by a path."""
+    return dict(_own_code)
 
 
 def import_class(path: str, what: str, base: type[T], known_as: str, package: str = "") -> type[T]:

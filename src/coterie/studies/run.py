@@ -28,6 +28,7 @@ from coterie._util import manifest
 from coterie._util.claims import LOCK, claim_folder, find_owner
 from coterie._util.facts import Described
 from coterie._util.files import check_folder, resolve_path, write_atomically
+from coterie._util.importing import compute_module_digest
 from coterie.data.federation import Federation
 from coterie.data.schema import FILE as SCHEMA_FILE
 from coterie.data.schema import TableSchema
@@ -63,7 +64,7 @@ from coterie.studies.describe import describe_federation
 from coterie.studies.inputs import FederationSource, StudyInputs, TrialData
 from coterie.studies.jobs import FoundRuns, FoundTable, Job
 from coterie.studies.notebook import watch_in_notebook
-from coterie.studies.store import CONFIG, RunStore, take_run
+from coterie.studies.store import CONFIG, RunStore, list_own_modules, take_run
 
 FAILURE_FILE = ".failure.txt"
 # PyTorch sends tensors to worker processes through files in this folder.
@@ -710,6 +711,18 @@ def _check_same_settings(study: StudyConfig, folder: Path) -> None:
                     f"{path.parent} was run with other settings ({change}); --overwrite starts "
                     "again, --out keeps both"
                 )
+            _check_own_code(wanted, path.parent)
+
+
+def _check_own_code(run: StudyConfig, folder: Path) -> None:
+    """Refuse a stored run whose model, method, loss or other import path had other code."""
+    noted = checkpoint.load_provenance(folder).get("own_code", {})
+    for module in list_own_modules(run):
+        if module in noted and noted[module] != compute_module_digest(module):
+            raise CheckpointError(
+                f"{folder} was run with other code in module {module!r}, which has changed since; "
+                "--overwrite starts again, --out keeps both"
+            )
 
 
 def _describes_data(study: StudyConfig, folder: Path) -> bool:

@@ -105,7 +105,13 @@ def _uses_own_code(run: StudyConfig) -> bool:
     """Whether a run depends on code outside Coterie, or on a module given from Python."""
     if run.model.kind == OWN or any(entry.kind not in METHODS for entry in run.methods):
         return True
-    return any(":" in text for text in _iterate_texts(config.make_study_table(run)))
+    return bool(list_own_modules(run))
+
+
+def list_own_modules(run: StudyConfig) -> list[str]:
+    """Return the modules of the import paths in a study's settings."""
+    texts = _iterate_texts(config.make_study_table(run))
+    return sorted({text.partition(":")[0] for text in texts if ":" in text})
 
 
 def _iterate_texts(value: Any) -> Iterator[str]:
