@@ -50,7 +50,7 @@ def test_a_run_goes_on_with_the_code_that_it_was_made_with(tmp_path, monkeypatch
 
     assert run([0], activation="Tanh", comment="first") == 1
     assert run([0, 1], activation="Tanh", comment="a comment, and another size of the file") == 2
-    with pytest.raises(CheckpointError, match="other code in module 'own_net_of_a_test'.*--overw"):
+    with pytest.raises(CheckpointError, match=r"other code in module 'own_net_of_a_test'.*--overw"):
         run([0, 1, 2], activation="ReLU", comment="first")
 
 
