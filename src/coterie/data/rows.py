@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
+from coterie.data._announce import announce_rows
 from coterie.errors import DataError
 
 MIN_STORED_BYTES = 64 << 20
@@ -120,6 +121,7 @@ class StoredRows:
             rows: their numbers.
         """
         if isinstance(self.array, np.ndarray):
+            announce_rows(self.array, rows)
             # Rows that are chosen one by one are copied already.
             return self.convert(_to_rows(self.array[rows], copy=None))
         if hasattr(self.array, "read_rows"):
