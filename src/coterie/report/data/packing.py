@@ -57,8 +57,8 @@ def build_dense_table(
     # The loss too: it shows which models diverged.
     of_models = (table["split"] == split) & (table["model"] == model)
     shown = table["metric"].isin((metric, LOSS.name, DIVERGED.name)) & of_models
-    told = table["metric"] == DIVERGED.name
-    around = table.loc[(shown | told).to_numpy()]
+    diverged = table["metric"] == DIVERGED.name
+    around = table.loc[(shown | diverged).to_numpy()]
     lost = around.loc[find_diverged(around) & (around["metric"] == metric).to_numpy()]
     rows = table.loc[chosen.to_numpy()]
     # `place` is the row of each value.
