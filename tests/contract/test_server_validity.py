@@ -206,6 +206,15 @@ def test_which_messages_are_not_valid():
     }
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 2e19, -2e19])
+def test_one_number_among_all_models_is_found(number: float):
+    """In any place; 1.8e19 is the root of the largest float32, and smaller ones are nobody's fault."""
+    for place in ((0, 0), (6, 2), (3, 1)):
+        params = torch.full((7, 3), -1.8e19)
+        params[place] = number
+        assert list(validity.find_invalid(Message(params, {}, torch.arange(7)))) == [place[0]]
+
+
 def test_steps_are_measured_from_the_nearest_model_and_claims_by_their_median():
     """Steps 1, 1, 2, 10 of the nearest of two models: the last is 10 / 1 typical steps away (lower median)."""
     models = torch.tensor([[0.0, 0.0], [100.0, 0.0]])

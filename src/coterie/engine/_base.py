@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from coterie._util.tensors import index_each, index_optional
+from coterie._util.tensors import index_each, index_optional, select_rows
 from coterie.engine._work import EvaluationPairs, TrainingWork, group_equal_values, move_indices
 from coterie.engine.optim import RowOptimizer
 from coterie.engine.privacy import PrivateSteps, clip_factors
@@ -356,7 +356,7 @@ class Engine(ABC):
                     chosen_inputs |= pairs.draw_inputs(
                         pairs.sets[chosen[:1]], piece * size, len(part)
                     )
-                    outputs = self.forward(table[models], x, chosen_inputs)
+                    outputs = self.forward(select_rows(table, models), x, chosen_inputs)
                     for name, value in self._sample_metrics(
                         outputs, y.expand(len(part), *y.shape)
                     ).items():

@@ -355,10 +355,11 @@ def simulate(
             plan = RunPlan(taking, method, model, fixed, seed, attacked)
             hidden = attackers.make_attacker_mask(attacked, task.population)
             loop = host(plan, task, _make_record(federation, settings, parts, hidden, data))
-        identity = checkpoint.compute_identity(
-            method, settings, seed, taking, task, custom_model_name(model)
-        )
-        earlier = {}
+        identity, earlier = "", {}
+        if folder is not None:
+            identity = checkpoint.compute_identity(
+                method, settings, seed, taking, task, custom_model_name(model)
+            )
         if folder is not None and resume:
             earlier = checkpoint.load(folder, loop, identity)
         for line in loop.check_translation(taking):

@@ -2,7 +2,7 @@
 
 import torch
 
-from coterie._util.tensors import index_each, index_optional
+from coterie._util.tensors import index_each, index_optional, select_rows
 
 
 def test_an_absent_tensor_has_no_part():
@@ -18,3 +18,13 @@ def test_each_tensor_gives_the_same_part():
         "a": [2, 0],
         "b": [[4, 5], [0, 1]],
     }
+
+
+def test_a_single_row_is_a_view_and_several_are_a_copy():
+    table = torch.arange(6).reshape(3, 2)
+    one, some = select_rows(table, torch.tensor([1])), select_rows(table, torch.tensor([2, 0]))
+    assert one.tolist() == [[2, 3]]
+    assert some.tolist() == [[4, 5], [0, 1]]
+    table.zero_()
+    assert one.tolist() == [[0, 0]]
+    assert some.tolist() == [[4, 5], [0, 1]]
