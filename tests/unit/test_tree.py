@@ -56,7 +56,6 @@ ELSEWHERE = {
     "engine/training": "unit/engine/test_optim_persistent.py",
     "engine/native/images": "unit/engine/native/test_traced.py",
     "engine/native/library": "unit/engine/native/test_compiled.py",
-    "engine/native/loops": "unit/engine/native/test_traced.py",
     "engine/native/lower": "unit/engine/native/test_traced.py",
     "engine/native/simple": "unit/engine/native/test_compiled.py",
     "engine/native/sums": "unit/engine/native/test_traced.py",
