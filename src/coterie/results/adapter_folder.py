@@ -75,7 +75,7 @@ def export_adapter_folder(
         with warnings.catch_warnings():
             # peft warns of names that transformers deprecates
             warnings.simplefilter("ignore")
-            module.save_pretrained(str(temporary))
+            _save_active_adapter(module, temporary)
             _check_folder(models, module, temporary, peft, samples)
         if path.exists():
             shutil.rmtree(path)
@@ -83,6 +83,17 @@ def export_adapter_folder(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return path
+
+
+def _save_active_adapter(module: Any, folder: Path) -> None:
+    """Write the adapter that is in use; peft writes one of another name than "default" below."""
+    name = module.active_adapter
+    module.save_pretrained(str(folder), selected_adapters=[name])
+    inner = folder / name
+    if name != "default" and inner.is_dir():
+        for path in inner.iterdir():
+            path.rename(folder / path.name)
+        inner.rmdir()
 
 
 def _check_folder(
@@ -95,7 +106,10 @@ def _check_folder(
         for name, tensor in blank.state_dict().items():
             if name in trained:
                 tensor.zero_()
-    loaded = peft.PeftModel.from_pretrained(blank.unload(), str(folder)).eval()
+    # Under its name, which is part of the names of its tensors.
+    loaded = peft.PeftModel.from_pretrained(
+        blank.unload(), str(folder), adapter_name=module.active_adapter
+    ).eval()
     found = loaded.state_dict()
     for name, tensor in module.state_dict().items():
         # What peft keeps of a layer that is trained whole, and does not use.

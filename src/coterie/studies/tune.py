@@ -136,9 +136,16 @@ def _parse_values(text: str) -> list[Any]:
     bare = text.removeprefix("[").removesuffix("]")
     try:
         return parse_toml(f"v = [{bare}]")["v"]
-    # Words without quotes, as a shell leaves them, are texts.
     except tomllib.TOMLDecodeError:
-        return [part.strip() for part in bare.split(",")]
+        return [_parse_value(part.strip()) for part in bare.split(",")]
+
+
+def _parse_value(text: str) -> Any:
+    # A word without quotes, as a shell leaves it, is a text; numbers next to it stay numbers.
+    try:
+        return parse_toml(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def tune_study(

@@ -106,6 +106,18 @@ def test_a_model_given_from_python_is_written_too(tmp_path):
         assert torch.equal(loaded(input_ids=IDS).logits, run.model("bob")(input_ids=IDS).logits)
 
 
+def test_an_adapter_with_a_name_of_its_own_is_written_at_the_top_of_its_folder(tmp_path):
+    """peft writes it into a folder of its name; peft.PeftModel loads what is at the top."""
+    config = peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    run = train(peft.get_peft_model(make_bert(), config, adapter_name="hospital"))
+    export_adapter_folder(run.models, "bob", tmp_path / "bob")
+    assert (tmp_path / "bob/adapter_config.json").is_file()
+    assert not (tmp_path / "bob/hospital").exists()
+    loaded = peft.PeftModel.from_pretrained(make_bert(), str(tmp_path / "bob")).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=IDS).logits, run.model("bob")(input_ids=IDS).logits)
+
+
 def test_what_peft_does_not_keep_is_named_and_nothing_is_left(tmp_path):
     module = attach_lora(make_bert(), 2, target_modules=["query"], task_type="SEQ_CLS")
     module.base_model.model.bert.embeddings.LayerNorm.weight.requires_grad_(True)

@@ -13,6 +13,7 @@ from coterie.errors import ConfigError
 from coterie.exchange.attacking import Attack, AttackContext
 from coterie.functional import metrics
 from coterie.methods import METHODS
+from coterie.methods.base import Round
 from coterie.results.summary import summarize_study
 from coterie.runtime.final_metrics import select_final_tests
 from coterie.runtime.settings import Settings
@@ -321,3 +322,17 @@ def test_honest_clients_whose_models_an_attack_made_worthless_are_named():
     assert tests.loc[(tests["metric"] == "accuracy").to_numpy(), "value"].isna().all()
     assert result.diverged == (0, 2, 3, 4)
     assert "4 of 6 clients" in result.facts()[1]["diverged"]
+
+
+def test_an_attackers_share_is_of_the_whole_weight_whatever_its_sum():
+    """By hand: 1 of 1 + 2 + 1; an attacker that did not arrive, and an empty slot, weigh nothing."""
+    extension = attackers.AttackExtension(torch.tensor([False, False, True]), METHODS["random"]())
+    info = {
+        "peers": torch.tensor([[1, 2], [2, -1], [2, 1]]),
+        "weights": torch.tensor([[2.0, 1.0], [3.0, 9.0], [1.0, 4.0]]),
+        "own_weight": torch.tensor([1.0, 1.0, 0.0]),
+        "arrived": torch.tensor([[True, True], [True, False], [False, True]]),
+    }
+    # The round itself is not looked at.
+    found = extension.finish_round(object.__new__(Round), torch.arange(3), info)
+    assert found[metrics.ATTACKER_WEIGHT.name].tolist() == [0.25, 0.75, 0.0]

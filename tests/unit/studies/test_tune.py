@@ -422,3 +422,11 @@ def test_the_client_without_validation_data_is_named(study):
         ConfigError, match=r"validation data of every client, and b has none; .*validation="
     ):
         tune.tune_study(study, {"lr": [0.1]}, federation=bare)
+
+
+def test_numbers_next_to_words_stay_numbers():
+    """So that what is refused is the word, and not the number in front of it."""
+    assert tune.parse_grid(["lr=0.01,abc", "optimizer=sgd,adam"]) == {
+        "lr": [0.01, "abc"],
+        "optimizer": ["sgd", "adam"],
+    }
