@@ -1,6 +1,6 @@
 """Compare the methods of one study with those of another, paired by seed and client."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,7 +68,9 @@ def compare_across(
     if all(any((run.metrics["metric"] == name).any() for run in group) for group in groups):
         ignored = (*ignored, "metrics", "extra_metrics")
     differences = _list_differences(groups[0][0].config, groups[1][0].config, ignored)
-    titles = _name_studies(names, differences)
+    own_settings = {key for group in groups for run in group for key in run.method_settings}
+    own_settings -= {"kind", "label", "paper"}
+    titles = _name_studies(names, differences, own_settings)
     # Methods of both studies may have one label: the names of the studies keep them apart.
     renamed = []
     for title, group in zip(titles, groups, strict=True):
@@ -171,14 +173,23 @@ def _iterate_settings(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def _name_studies(
-    names: tuple[str, str], differences: Sequence[tuple[str, Any, Any]]
+    names: tuple[str, str],
+    differences: Sequence[tuple[str, Any, Any]],
+    own_settings: Container[str],
 ) -> tuple[str, str]:
-    """Name two studies by a few settings in which they differ, else by their own names."""
-    if not 0 < len(differences) <= _MOST_DIFFERENCES:
+    """Name two studies by a few settings in which they differ, else by their own names.
+
+    Args:
+        names: of the studies.
+        differences: the settings in which they differ, with both values.
+        own_settings: what methods set for themselves: these were not trained with the study's.
+    """
+    keys = [path.rpartition(".")[-1] for path, *_ in differences]
+    if not 0 < len(keys) <= _MOST_DIFFERENCES or any(key in own_settings for key in keys):
         return names
     texts = []
     for place in (1, 2):
-        parts = [f"{one[0].rpartition('.')[-1]}={one[place]}" for one in differences]
+        parts = [f"{key}={one[place]}" for key, one in zip(keys, differences, strict=True)]
         texts.append(", ".join(parts))
     return texts[0], texts[1]
 

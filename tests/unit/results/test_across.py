@@ -47,6 +47,25 @@ def test_a_method_is_paired_with_that_of_its_label_by_seed_and_client(study):
     assert found.notes[0] == "a and b: rounds is 5 and 9."
 
 
+def test_a_setting_that_a_method_has_of_its_own_names_no_study(study):
+    """DAC of the second study trained with 0.2, whatever the study's rate for the others."""
+    studies = []
+    for name, accuracy, rate in (("a", ONE, 0.1), ("b", BETTER, 0.4)):
+        runs = study(name, {"DAC": accuracy})[1]
+        studies.append([replace(one, config={**one.config, "local": {"lr": rate}}) for one in runs])
+    assert compare_across(("a", studies[0]), ("b", studies[1])).pairs[0].method_a == "DAC (lr=0.4)"
+    own = []
+    for run in studies[1]:
+        method = {**run.method_settings, "lr": 0.2}
+        own.append(replace(run, config={**run.config, "methods": [method]}))
+    found = compare_across(("a", studies[0]), ("b", own))
+    assert found.pairs[0].key == {"DAC (a)", "DAC (b)"}
+    assert found.notes[:2] == [
+        "a and b: local.lr is 0.1 and 0.4.",
+        "a and b: DAC: lr is None and 0.2.",
+    ]
+
+
 def test_the_correction_is_for_the_pairs_that_are_shown(study):
     """Three pairs of equal labels are tested, not the fifteen pairs of six methods."""
     noisy = {0: [0.55, 0.66, 0.71, 0.88], 1: [0.41, 0.64, 0.79, 0.9]}
