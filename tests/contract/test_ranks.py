@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests import hugging
 from tests.contract.test_blocks import same
 from tests.selection import full
 from torch import nn
@@ -12,6 +13,7 @@ from coterie.models.layout import NamedModel
 from coterie.testing import check_method, tiny_federation, tiny_settings
 
 pytest.importorskip("peft")
+assert hugging  # before peft: see there
 RANKS = [1, 3, 2]
 
 

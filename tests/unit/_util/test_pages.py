@@ -18,8 +18,9 @@ MANY = pages._LEAST // 8
 
 @pytest.fixture
 def fresh(monkeypatch):
-    """The sizes of blocks asked of the system."""
+    """The sizes of blocks asked of the system, by a store that no run of another test uses."""
     asked: list[int] = []
+    monkeypatch.setattr(pages, "_STORE", pages._PageStore())
     real = pages._map_block
     monkeypatch.setattr(pages, "_map_block", lambda size: asked.append(size) or real(size))
     return asked
