@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,19 +53,27 @@ def import_object(path: str, what: str, package: str = "") -> Any:
 def compute_module_digest(module: str) -> str:
     """Return a digest of the code in a module's file, comments aside.
 
-    It is "" for Coterie's own modules and where no file of Python code is found.
+    It is "" for Coterie's own modules, for installed ones, which have versions, and where no file of
+    Python code is found.
     """
     if module.partition(".")[0] == "coterie":
         return ""
     try:
         found = importlib.util.find_spec(module)
-        if found is None or found.origin is None:
+        if found is None or found.origin is None or _is_installed(Path(found.origin)):
             return ""
         text = ast.dump(ast.parse(Path(found.origin).read_bytes()))
     # A module that cannot be found or read is refused where it is imported, in words of its own.
     except (ImportError, AttributeError, TypeError, ValueError, OSError, SyntaxError):
         return ""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _is_installed(file: Path) -> bool:
+    """Whether a file lies where Python and packages are installed."""
+    if not {"site-packages", "dist-packages"}.isdisjoint(file.parts):
+        return True
+    return file.resolve().is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())
 
 
 def list_own_code() -> dict[str, str]:
