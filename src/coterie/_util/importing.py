@@ -5,6 +5,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,8 +34,8 @@ def import_object(path: str, what: str, package: str = "") -> Any:
     """
     module, _, name = path.partition(":")
     # Before the import: a file that changes afterwards is not what runs.
-    if module not in _own_code and (digest := compute_module_digest(module)):
-        _own_code[module] = digest
+    if module not in sys.modules or module not in _own_code:
+        _own_code[module] = compute_module_digest(module)
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
@@ -78,7 +79,7 @@ def _is_installed(file: Path) -> bool:
 
 def list_own_code() -> dict[str, str]:
     """Return the digests of the modules that this process has imported by a path."""
-    return dict(_own_code)
+    return {module: digest for module, digest in _own_code.items() if digest}
 
 
 def import_class(path: str, what: str, base: type[T], known_as: str, package: str = "") -> type[T]:

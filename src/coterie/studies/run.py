@@ -718,7 +718,8 @@ def _check_own_code(run: StudyConfig, folder: Path) -> None:
     """Refuse a stored run whose model, method, loss or other import path had other code."""
     noted = checkpoint.load_provenance(folder).get("own_code", {})
     for module in list_own_modules(run):
-        if module in noted and noted[module] != compute_module_digest(module):
+        # "" where it cannot be read: importing it says so.
+        if module in noted and compute_module_digest(module) not in ("", noted[module]):
             raise CheckpointError(
                 f"{folder} was run with other code in module {module!r}, which has changed since; "
                 "--overwrite starts again, --out keeps both"
