@@ -123,7 +123,6 @@ class Task:
             y,
             work.train_samples,
             batch_size=work.batch_size,
-            clients=work.clients,
             precision=options.precision,
             cuda_graphs=options.cuda_graphs,
             custom_optimizer=work.custom_optimizer,
