@@ -35,7 +35,7 @@ check: setup ## lint, format, types, words
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python scripts/check_words.py
 
-test: setup ## the tests that notice every listed fault: six to nine minutes on two cores, nine the first time
+test: setup ## the tests that notice every listed fault: nine minutes on two cores the first time, then fewer
 	$(PYTEST) -m "not full and not slow and not gpu"
 
 test-more: setup ## what `make test` leaves out and .ci/run still has time for

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests import hugging
 from tests.contract.test_blocks import same
+from tests.hugging import require_peft
 from tests.selection import full
 from torch import nn
 
@@ -12,8 +12,7 @@ from coterie.cluster.blocks import ThreadBlocks, simulate_in_blocks
 from coterie.models.layout import NamedModel
 from coterie.testing import check_method, tiny_federation, tiny_settings
 
-pytest.importorskip("peft")
-assert hugging  # before peft: see there
+require_peft()
 RANKS = [1, 3, 2]
 
 

@@ -56,7 +56,8 @@ def find_invalid(message: Message) -> dict[int, str]:
 
 def _is_within(params: Float[Tensor, "clients params"], limit: float) -> bool:
     """Return whether all numbers are finite and at most `limit` from 0."""
-    # The extremes of the whole table: a CPU takes twenty times as long for those of each row.
+    # The extremes of the whole table: a CPU takes ten to twenty times as long for
+    # those of each row.
     least, most = torch.aminmax(params)
     return max(-float(least), float(most)) <= limit  # false where one is NaN: both are NaN then
 

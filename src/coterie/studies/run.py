@@ -716,7 +716,9 @@ def _check_same_settings(study: StudyConfig, folder: Path) -> None:
 
 def _check_own_code(run: StudyConfig, folder: Path) -> None:
     """Refuse a stored run whose model, method, loss or other import path had other code."""
-    noted = checkpoint.load_provenance(folder).get("own_code", {})
+    noted = checkpoint.load_provenance(folder).get("own_code")
+    if not noted:
+        return
     for module in list_own_modules(run):
         # "" where it cannot be read: importing it says so.
         if module in noted and compute_module_digest(module) not in ("", noted[module]):

@@ -1,6 +1,5 @@
 """Nodes over the in-process twin: parity with the simulation, restarts, late joiners, replay, mismatches."""
 
-import importlib
 import io
 import json
 import random
@@ -17,6 +16,7 @@ import pandas as pd
 import pytest
 import torch
 from replay import replay
+from tests.hugging import require_peft
 from tests.selection import first_only, one_of_each_family
 from tests.training import intercept_training
 from torch import nn
@@ -932,8 +932,7 @@ def small() -> nn.Module:
 )
 def test_nodes_with_adapters_of_different_ranks_do_as_the_simulation_does(tmp_path, kind, options):
     """Each knows its own rank from the study; members with other ranks do not train together."""
-    importlib.import_module("tests.hugging")  # before peft: see there
-    pytest.importorskip("peft")
+    require_peft()
     adapter = {"r": [1, 3, 2], "target": ["0"], "trained": ["2"]}
     model = NamedModel(f"{__name__}:small", adapter=adapter)
     settings = tiny_settings(engine="loop", evaluate="final")

@@ -1,10 +1,8 @@
 """Adapters of clients on tokenized datasets: the run is that of peft and PyTorch alone."""
 
-import copy
-
 import pytest
 import torch
-from tests.hugging import attach_lora
+from tests.hugging import attach_lora, run_fedavg_plainly
 
 import coterie
 from coterie.data.federation import TRAIN, VALIDATION
@@ -75,28 +73,6 @@ def mean_loss(module, ids, mask, labels):
     return torch.stack(found).mean()
 
 
-def run_fedavg_plainly(module, data):
-    """FedAvg with one step of SGD on all training samples of a client in each round."""
-    module = copy.deepcopy(module).train()
-    trained = [one for one in module.parameters() if one.requires_grad]
-    numbers = torch.tensor([float((one == TRAIN).sum()) for one in data.split])
-    for _ in range(ROUNDS):
-        start, ends = [one.detach().clone() for one in trained], []
-        for client in range(len(numbers)):
-            for one, value in zip(trained, start, strict=True):
-                one.data.copy_(value)
-            optimizer = torch.optim.SGD(trained, RATE)
-            optimizer.zero_grad()
-            mean_loss(module, *split_inputs(data, client, TRAIN)).backward()
-            optimizer.step()
-            ends.append([one.detach().clone() for one in trained])
-        shares = numbers / numbers.sum()
-        for place, one in enumerate(trained):
-            each = (share * end[place] for share, end in zip(shares, ends, strict=True))
-            one.data.copy_(sum(each))
-    return module
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("engine", ["loop", "auto"])
@@ -107,7 +83,11 @@ def test_two_rounds_of_adapters_are_those_of_peft_alone(side, engine):
         local=coterie.LocalTraining(optimizer="sgd", lr=RATE, steps=1, batch_size=64),
     )  # fmt: skip
     run = coterie.simulate(data, coterie.FedAvg(), model=module, settings=settings)
-    plain = run_fedavg_plainly(module, data)
+
+    def mean_training_loss(net, client):
+        return mean_loss(net, *split_inputs(data, client, TRAIN))
+
+    plain = run_fedavg_plainly(module, data, mean_training_loss, ROUNDS, RATE)
     first, last = dict(module.named_parameters()), dict(plain.named_parameters())
     moved = 0.0
     for name, tensor in run.model("ann").named_parameters():

@@ -269,19 +269,15 @@ def forecast(monkeypatch):
     return find
 
 
+# Of the tiny federation, a linear model in double precision, and two peers in each round.
+SIZES = {"clients": 6, "params": 15, "itemsize": 8, "rounds": 4, "reads": 2.0}
 ADAM = {"optimizer": "adam", "lr": 0.1, "persistent_client_optimizer": True}
 
 
 def test_a_forecast_is_of_the_run(forecast):
     """Six models of 15 numbers of eight bytes; everybody reads two others in each of four rounds."""
     found = forecast(Random(2), eval_every=1)
-    assert {name: found[name] for name in ("clients", "params", "itemsize", "rounds", "reads")} == {
-        "clients": 6,
-        "params": 15,
-        "itemsize": 8,
-        "rounds": 4,
-        "reads": 2.0,
-    }
+    assert {name: found[name] for name in SIZES} == SIZES
     assert (found["remembered"], found["published"], found["moments"]) == (1000, 300, 0)
     assert (found["stored"], found["received"], found["further"]) == (False, 0, 0)
     assert found["keeps_best"] is True
@@ -329,13 +325,7 @@ def test_a_driver_holds_what_a_checkpoint_has(forecast):
     from coterie.engine.optim import LocalTraining
 
     found = forecast(Random(2), server=True, local=LocalTraining(**ADAM))
-    assert {name: found[name] for name in ("clients", "params", "itemsize", "rounds", "reads")} == {
-        "clients": 6,
-        "params": 15,
-        "itemsize": 8,
-        "rounds": 4,
-        "reads": 2.0,
-    }
+    assert {name: found[name] for name in SIZES} == SIZES
     assert (found["kept"], found["remembered"]) == (1 + 1 + 2, 1000)
     assert found["checked"][1:] == ("cpu", "free on cpu")
     assert forecast(Random(2), server=True, evaluate="final")["kept"] == 1

@@ -1,16 +1,14 @@
 """Classes of tokens and pairs of sequences: adapters on random models train as those of peft and PyTorch alone."""
 
-import copy
-
 import pytest
 import torch
-from tests.hugging import attach_lora
+from tests.hugging import attach_lora, require_peft, run_fedavg_plainly
 
 import coterie
 from coterie.data.federation import TRAIN
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
+require_peft()
 
 WORDS, LABELS, LENGTH, RATE, ROUNDS = 20, 4, 6, 0.2, 2
 SIZES = {"ann": 8, "bob": 16, "cleo": 12}
@@ -68,27 +66,6 @@ def mean_loss(module, data, client):
     return torch.stack(found).mean()
 
 
-def run_fedavg_plainly(module, data):
-    """FedAvg with one step of SGD on all training samples of a client in each round."""
-    module = copy.deepcopy(module).train()
-    trained = [one for one in module.parameters() if one.requires_grad]
-    numbers = torch.tensor([float((one == TRAIN).sum()) for one in data.split])
-    for _ in range(ROUNDS):
-        start, ends = [one.detach().clone() for one in trained], []
-        for client in range(len(numbers)):
-            for one, value in zip(trained, start, strict=True):
-                one.data.copy_(value)
-            optimizer = torch.optim.SGD(trained, RATE)
-            optimizer.zero_grad()
-            mean_loss(module, data, client).backward()
-            optimizer.step()
-            ends.append([one.detach().clone() for one in trained])
-        shares = numbers / numbers.sum()
-        for place, one in enumerate(trained):
-            one.data.copy_(sum(w * end[place] for w, end in zip(shares, ends, strict=True)))
-    return module
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "make"), [("BERT", make_bert), ("T5", make_t5)])
 def test_two_rounds_are_those_of_transformers_alone(kind, make):
@@ -99,9 +76,10 @@ def test_two_rounds_are_those_of_transformers_alone(kind, make):
         local=coterie.LocalTraining(optimizer="sgd", lr=RATE, steps=1, batch_size=64),
     )  # fmt: skip
     run = coterie.simulate(data, coterie.FedAvg(), model=module, settings=settings)
-    first, last = (
-        dict(one.named_parameters()) for one in (module, run_fedavg_plainly(module, data))
+    plain = run_fedavg_plainly(
+        module, data, lambda net, client: mean_loss(net, data, client), ROUNDS, RATE
     )
+    first, last = dict(module.named_parameters()), dict(plain.named_parameters())
     moved = 0.0
     for name, tensor in run.model("ann").named_parameters():
         torch.testing.assert_close(tensor, last[name].detach(), rtol=0, atol=1e-5)
