@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from coterie.errors import ConfigError, describe_unknown
 
 T = TypeVar("T")
-_own_code: dict[str, str] = {}  # of the modules that this process has imported by a path
+_imported_code: dict[str, str] = {}  # the digest of each module when it was imported by a path
 
 
 def import_object(path: str, what: str, package: str = "") -> Any:
@@ -34,8 +34,7 @@ def import_object(path: str, what: str, package: str = "") -> Any:
     """
     module, _, name = path.partition(":")
     # Before the import: a file that changes afterwards is not what runs.
-    if module not in sys.modules or module not in _own_code:
-        _own_code[module] = compute_module_digest(module)
+    _imported_code[module] = compute_module_digest(module)
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):
@@ -52,11 +51,14 @@ def import_object(path: str, what: str, package: str = "") -> Any:
 
 
 def compute_module_digest(module: str) -> str:
-    """Return a digest of the code in a module's file, comments aside.
+    """Return a digest of the code that an import path of a module runs here, comments aside.
 
     It is "" for Coterie's own modules, for installed ones, which have versions, and where no file of
     Python code is found.
     """
+    # What was imported runs on, whatever its file holds by now.
+    if module in sys.modules and module in _imported_code:
+        return _imported_code[module]
     if module.partition(".")[0] == "coterie":
         return ""
     try:
@@ -75,11 +77,6 @@ def _is_installed(file: Path) -> bool:
     if not {"site-packages", "dist-packages"}.isdisjoint(file.parts):
         return True
     return file.resolve().is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())
-
-
-def list_own_code() -> dict[str, str]:
-    """Return the digests of the modules that this process has imported by a path."""
-    return {module: digest for module, digest in _own_code.items() if digest}
 
 
 def import_class(path: str, what: str, base: type[T], known_as: str, package: str = "") -> type[T]:

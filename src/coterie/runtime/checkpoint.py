@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from coterie._util import manifest, origin
-from coterie._util.importing import list_own_code
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError
@@ -379,7 +378,6 @@ def collect_provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict
         "timing": timing,
         "undefined": loop.undefined_reasons,
         **_select_given(
-            own_code=list_own_code(),
             check=loop.translation,
             skipped=loop.skipped_rounds,
             alone=loop.alone_rounds,

@@ -3,7 +3,8 @@
     runs/<study>/config.toml                  the study, fully resolved
     runs/<study>/federation.json              the first seed's data: clusters, labels, some samples
     runs/<study>/summary.json                 the results, reduced
-    runs/<study>/<method-label>/seed-<n>/     one run: config, metrics, edges, checkpoint, provenance
+    runs/<study>/<method-label>/seed-<n>/     one run: config, metrics, edges, checkpoint, provenance;
+                                              own-code.json, of import paths
 
 Runs are independent: they may be done in any order, in any number of processes, at once or after an
 interruption, and leave the same bytes. Each is claimed by the process that works on it, so that
@@ -28,7 +29,6 @@ from coterie._util import manifest
 from coterie._util.claims import LOCK, claim_folder, find_owner
 from coterie._util.facts import Described
 from coterie._util.files import check_folder, resolve_path, write_atomically
-from coterie._util.importing import compute_module_digest
 from coterie.data.federation import Federation
 from coterie.data.schema import FILE as SCHEMA_FILE
 from coterie.data.schema import TableSchema
@@ -64,7 +64,7 @@ from coterie.studies.describe import describe_federation
 from coterie.studies.inputs import FederationSource, StudyInputs, TrialData
 from coterie.studies.jobs import FoundRuns, FoundTable, Job
 from coterie.studies.notebook import watch_in_notebook
-from coterie.studies.store import CONFIG, RunStore, list_own_modules, take_run
+from coterie.studies.store import CONFIG, OWN_CODE, RunStore, compute_own_code, take_run
 
 FAILURE_FILE = ".failure.txt"
 # PyTorch sends tensors to worker processes through files in this folder.
@@ -160,7 +160,10 @@ class _PlanWork:
                 own = study.select_run(job.label, job.seed)
                 # Under the claim: nothing changes between this check and the new configuration.
                 _check_same_settings(own, self.folder / job.point)
-                manifest.replace_files(folder, {CONFIG: config.format_study(own).encode()})
+                files = {CONFIG: config.format_study(own).encode()}
+                if code := compute_own_code(own):
+                    files[OWN_CODE] = json.dumps(code, indent=1).encode()
+                manifest.replace_files(folder, files)
                 # A copy on another machine has the configuration before the first checkpoint.
                 emit(FilesSaved(folder))
                 self.run(
@@ -716,12 +719,12 @@ def _check_same_settings(study: StudyConfig, folder: Path) -> None:
 
 def _check_own_code(run: StudyConfig, folder: Path) -> None:
     """Refuse a stored run whose model, method, loss or other import path had other code."""
-    noted = checkpoint.load_provenance(folder).get("own_code")
-    if not noted:
+    if manifest.describe_fault(folder, OWN_CODE):  # none, or damaged: it is written again
         return
-    for module in list_own_modules(run):
-        # "" where it cannot be read: importing it says so.
-        if module in noted and compute_module_digest(module) not in ("", noted[module]):
+    noted = json.loads((folder / OWN_CODE).read_text(encoding="utf-8"))
+    # A module that cannot be read is not among them: importing it says so.
+    for module, digest in compute_own_code(run).items():
+        if noted.get(module, digest) != digest:
             raise CheckpointError(
                 f"{folder} was run with other code in module {module!r}, which has changed since; "
                 "--overwrite starts again, --out keeps both"

@@ -17,6 +17,7 @@ from typing import Any
 
 from coterie._util import manifest, origin
 from coterie._util.claims import claim_folder
+from coterie._util.importing import compute_module_digest
 from coterie.errors import ConfigError
 from coterie.methods.registry import METHODS
 from coterie.runtime import checkpoint
@@ -24,6 +25,8 @@ from coterie.studies import config
 from coterie.studies.definition import OWN, StudyConfig
 
 CONFIG = "config.toml"
+OWN_CODE = "own-code.json"
+"""The digests of the modules of import paths that a run was made with; runs without any lack it."""
 # Settings that change results by rounding alone, which makes other bytes.
 _SPEED = ("engine", "block", "cuda_graphs", "precision")
 
@@ -105,13 +108,19 @@ def _uses_own_code(run: StudyConfig) -> bool:
     """Whether a run depends on code outside Coterie, or on a module given from Python."""
     if run.model.kind == OWN or any(entry.kind not in METHODS for entry in run.methods):
         return True
-    return bool(list_own_modules(run))
+    return bool(_list_own_modules(run))
 
 
-def list_own_modules(run: StudyConfig) -> list[str]:
+def _list_own_modules(run: StudyConfig) -> list[str]:
     """Return the modules of the import paths in a study's settings."""
     texts = _iterate_texts(config.make_study_table(run))
     return sorted({text.partition(":")[0] for text in texts if ":" in text})
+
+
+def compute_own_code(run: StudyConfig) -> dict[str, str]:
+    """Return the digest of the code of each module in a run's import paths, where it has one."""
+    digests = {module: compute_module_digest(module) for module in _list_own_modules(run)}
+    return {module: digest for module, digest in digests.items() if digest}
 
 
 def _iterate_texts(value: Any) -> Iterator[str]:

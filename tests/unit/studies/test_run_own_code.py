@@ -1,6 +1,7 @@
 """Code of the user behind an import path: a stored run of other code is no run of this study."""
 
 import importlib
+import json
 import sys
 
 import pytest
@@ -35,13 +36,13 @@ kind = "fedavg"
 def test_a_run_goes_on_with_the_code_that_it_was_made_with(tmp_path, monkeypatch):
     """Seeds of two models would be averaged; a comment changes nothing."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(importing, "_own_code", {})
+    monkeypatch.setattr(importing, "_imported_code", {})
     file = tmp_path / "own_net_of_a_test.py"
 
     def run(seeds: list[int], **code: str) -> int:
         file.write_text(MODEL.format(**code))
         # As in another process.
-        importing._own_code.clear()
+        importing._imported_code.clear()
         sys.modules.pop(file.stem, None)
         importlib.invalidate_caches()
         study = config.parse_study_text(STUDY.format(seeds=seeds))
@@ -49,9 +50,19 @@ def test_a_run_goes_on_with_the_code_that_it_was_made_with(tmp_path, monkeypatch
         return len(list((tmp_path / "runs").rglob("checkpoint.safetensors")))
 
     assert run([0], activation="Tanh", comment="first") == 1
+    stored = tmp_path / "runs/own/fedavg/seed-0/own-code.json"
+    assert list(json.loads(stored.read_text())) == ["own_net_of_a_test"]
     assert run([0, 1], activation="Tanh", comment="a comment, and another size of the file") == 2
     with pytest.raises(CheckpointError, match=r"other code in module 'own_net_of_a_test'.*--overw"):
         run([0, 1, 2], activation="ReLU", comment="first")
+
+
+def test_a_run_without_code_of_ones_own_depends_on_no_earlier_import(tmp_path):
+    """Other studies of this process may have imported modules by their paths."""
+    importing.import_object("tests.hugging:attach_lora", "a function")
+    text = STUDY.format(seeds=[0]).replace("own_net_of_a_test:make_net", "linear")
+    run_study(config.parse_study_text(text), out=tmp_path / "runs")
+    assert not list(tmp_path.rglob("own-code.json"))
 
 
 def test_the_digest_of_a_module_is_that_of_its_code(tmp_path, monkeypatch):
