@@ -458,7 +458,7 @@ class TracedProgram:
             if given is None:
                 given = own[name].reshape(*[1] * len(lead), *shape).expand(*lead, *shape)
             values.append(given.to(self.layout.dtype).contiguous())
-        return (_POINTER * max(1, len(values)))(*map(address_of, values)), values
+        return (_POINTER * len(values))(*map(address_of, values)), values
 
     def fits(self, work: TrainingWork) -> bool:
         """Return whether the program can do a training.
