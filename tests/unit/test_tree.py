@@ -54,12 +54,8 @@ ELSEWHERE = {
     "engine/evaluation": "unit/engine/test_task.py",
     "engine/options": "unit/engine/test_task.py",
     "engine/training": "unit/engine/test_optim_persistent.py",
-    "engine/native/images": "unit/engine/native/test_traced.py",
-    "engine/native/library": "unit/engine/native/test_compiled.py",
     "engine/native/lower": "unit/engine/native/test_traced.py",
-    "engine/native/simple": "unit/engine/native/test_compiled.py",
-    "engine/native/sums": "unit/engine/native/test_traced.py",
-    "engine/native/tiles": "unit/engine/test_read_ahead.py",
+    "engine/native/simple": "unit/engine/native/test_pooling.py",
     # what keeps one contract is tested by it
     "cluster/blocks": "contract/test_blocks.py",
     "exchange/validity": "contract/test_server_validity.py",
