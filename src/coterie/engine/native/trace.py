@@ -425,7 +425,7 @@ def _normalize_batch(
 
 def _compare_classes(tensor: Tensor, num_classes: int = -1) -> Tensor:
     """Make one-hot vectors without PyTorch's look at the data, which checks the classes' range."""
-    if num_classes < 0:
+    if num_classes < 1:
         raise NotTraceableError("the number of its classes depends on its data")
     classes = torch.arange(num_classes, device=tensor.device)
     return (tensor[..., None] == classes).to(torch.int64)

@@ -369,7 +369,7 @@ def test_programs_are_kept_and_a_failing_compiler_is_quoted(cache):
 ANSWER = 'extern "C" int answer() { return %d; }'
 
 
-@pytest.mark.parametrize("damage", ["garbage", "another program", "no digest"])
+@pytest.mark.parametrize("damage", ["garbage", "another program", "no digest", "no program"])
 def test_a_program_that_is_not_the_one_written_here_is_compiled_again(cache, damage):
     """A file that lies in the cache is loaded only when its digest says that it was compiled here and is whole."""
     compiler.load(ANSWER % 42)
@@ -380,8 +380,10 @@ def test_a_program_that_is_not_the_one_written_here_is_compiled_again(cache, dam
         compiler.load(ANSWER % 7)
         (other,) = set((cache / "compiled").glob("*.so")) - {library}
         write_atomically(library, other.read_bytes())
-    else:
+    elif damage == "no digest":
         library.with_suffix(".sha256").unlink()
+    else:
+        library.unlink()
     program, seconds = compiler.load(ANSWER % 42)
     assert seconds > 0
     assert program.answer() == 42

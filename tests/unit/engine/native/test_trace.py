@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from coterie.engine.native import trace
 from coterie.engine.native.trace import (
@@ -285,6 +286,23 @@ def test_a_result_that_is_its_argument_is_no_new_value():
 def test_what_depends_on_data_or_on_chance_is_refused(function, words):
     with pytest.raises(NotTraceableError, match=words):
         recorded(function, torch.rand(3))
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+def test_one_hot_vectors_are_pytorchs_where_the_number_of_classes_is_given(classes):
+    x = torch.tensor([0, 2, 1]) % classes
+    expected = functional.one_hot(x, classes)
+    found = trace._compare_classes(x, classes)
+    assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
+
+
+def test_one_hot_vectors_of_classes_that_are_not_known_are_refused():
+    x = torch.tensor([0, 2, 1])
+    for given in ((), (-1,), (0,)):
+        with pytest.raises(NotTraceableError, match="number of its classes depends on its data"):
+            trace._compare_classes(x, *given)
+    with pytest.raises(RuntimeError):
+        functional.one_hot(x, 0)  # by PyTorch too
 
 
 def test_an_operation_that_is_not_known_is_made_of_simpler_ones():

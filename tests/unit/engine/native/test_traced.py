@@ -1,5 +1,6 @@
 """Programs of traced modules compute what the loop engine does, for modules of any kind, and say why they cannot."""
 
+import inspect
 import platform
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from coterie.engine.native import compiler, library, lower
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.images import ImageLowering
 from coterie.engine.native.loops import dense_strides, in_memory, reshape
+from coterie.engine.native.sample_lanes import SampleLowering
 from coterie.engine.native.trace import Dim, NotTraceableError, record
 from coterie.engine.native.traced import TracedProgram
 from coterie.engine.noise import InputNoise
@@ -186,11 +188,13 @@ class Rare(nn.Module):
 
 
 class Curves(nn.Module):
-    """Functions of a number that no layer of the others has, and words of truth."""
+    """Functions of a number that no layer of the others has, words of truth, and options that layers leave out."""
 
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(7, 6), nn.Linear(6, 4)
+        self.vector = nn.Parameter(torch.linspace(-0.7, 0.9, 6))
+        self.one = nn.Parameter(torch.linspace(-1, 1, 36).sin().view(6, 6))
 
     def forward(self, x):
         z = self.first(x)
@@ -204,7 +208,35 @@ class Curves(nn.Module):
         bits = torch.bitwise_left_shift(whole, 1) - torch.bitwise_right_shift(whole, 1)
         few, rest = torch.unsafe_split_with_sizes(y, [2, 4], 1)
         y = torch.cat([rest, few], 1) + 0.1 * (bits | 5).to(z)
-        return self.last(y + sum(one.to(z) for one in words))
+        y = y + sum(one.to(z) for one in words)
+        return self.last(y + 0.2 * self.use_options(z, x))
+
+    def use_options(self, z, x):
+        """Factors, powers, weights of classes and of entries, axes that are lost."""
+        p, whole = 1 + z * z, (3 * z.detach()).round().long()
+        y = torch.sub(z, x[:, :6], alpha=0.3) + torch.add(z, x[:, 1:], alpha=2)
+        y = y + torch.rsub(z, p, alpha=0.5) + torch.ops.aten.add.Scalar(z, 0.5, 3)
+        y = y + p**1.3 + p ** z.tanh() + p**2 + 0.1 * p**3
+        y = y + p**-1 - p**0.5 + p**-0.5 + p**-2
+        y = y + torch.remainder(z, 0.7) + functional.elu(z * 1, 0.7, inplace=True)
+        y = y + functional.celu(z, 0.6) + functional.softplus(z, 2.0, 1.5)
+        y = y + functional.hardtanh(z, -0.4, 0.6) + functional.leaky_relu(z)
+        words = torch.logical_not(whole).to(z) + whole.bool().to(z)
+        weight, classes = torch.tensor([0.5, 2.0, 1.0], dtype=z.dtype), whole[:, 0] % 3
+        losses = functional.cross_entropy(z[:, :3], classes, weight, reduction="none")
+        ignored = functional.cross_entropy(z[:, 3:], classes, ignore_index=1, reduction="none")
+        wanted = torch.sigmoid(x[:, :6])
+        entries = functional.binary_cross_entropy_with_logits(
+            z, wanted, weight=0.5 + wanted, reduction="none", pos_weight=1 + wanted
+        )
+        gone = z.var(1) + z.logsumexp(1) + sum(torch.var_mean(z, 1)) + z[:, :1].argmax(1)
+        chosen = torch.zeros_like(z).scatter(1, whole[:, :1] % 6, 0.5)
+        added = z.index_add(1, torch.tensor([4, 1]), x[:, :2], alpha=0.3)
+        odd = torch.arange(1, 13, 2).to(z) * self.vector.max() - self.vector.t().min()
+        normal = functional.group_norm(z[:, :, None], 2).squeeze(2)
+        turned = (self.one @ z.t()).t() + torch.empty_like(z).fill_(self.vector[3])
+        y = y + 0.1 * words + (losses + ignored + gone)[:, None] + entries + chosen
+        return y + added + odd + normal + turned
 
 
 class Mixed(nn.Module):
@@ -714,6 +746,9 @@ def larger(x):
     return functional.interpolate(x[:, None, None], size=(1, 10))[:, 0, 0, :7]
 
 
+LARGE_TENSOR = torch.linspace(0, 1, (1 << 16) + 1, dtype=torch.float64)
+
+
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
@@ -733,6 +768,22 @@ def larger(x):
         ),
         (Function(lambda x: x + torch.arange(len(x) + 1)[:-1, None]), "not as many as samples"),
         (Function(torch.erfinv), "the operation erfinv is not known"),
+        (Function(lambda x: torch.roll(x, 1)), "roll over all axes"),
+        (Function(lambda x: torch.roll(x, 1, 0)), "roll over the samples of a batch"),
+        (Function(lambda x: x + x.argmax()), "argmax over all axes"),
+        (Function(lambda x: x + x.argmin()), "argmin over all axes"),
+        (Function(lambda x: x / x.norm(3, dim=1, keepdim=True)), "a norm of order 3"),
+        (
+            Function(lambda x: x + x[torch.arange(2), torch.arange(2)].sum()),
+            "indexing with several tensors, or with a mask",
+        ),
+        (Function(lambda x: torch.addmm(x[0], x, torch.eye(7).to(x), beta=0.5)), "addmm with fact"),
+        (Function(lambda x: x + functional.mse_loss(x, x.sin())), "the loss is not one a sample"),
+        (Function(lambda x: x.float().double()), "numbers of type float32"),
+        (
+            Function(lambda x: x * LARGE_TENSOR[x.long() % 7]),
+            "it holds a large tensor that is neith",
+        ),
     ],
 )
 def test_what_cannot_be_traced_is_named(module, reason):
@@ -791,3 +842,37 @@ def test_an_option_that_a_lowering_does_not_take_is_named(monkeypatch):
         TracedProgram(
             layout, cross_entropy, torch.randn(2, 7, dtype=torch.float64), torch.tensor([0, 1])
         )
+
+
+def test_modules_of_other_numbers_are_refused():
+    x, y = torch.randn(2, 7, dtype=torch.bfloat16), torch.tensor([0, 1])
+    with pytest.raises(NotTraceableError, match=r"numbers of type torch\.bfloat16 are not known"):
+        TracedProgram(Layout(nn.Linear(7, 4), torch.bfloat16), cross_entropy, x, y)
+
+
+def test_what_an_option_is_when_it_is_left_out_is_what_it_is_in_pytorch():
+    """The defaults of every lowering, against PyTorch's own list of operations."""
+    compared = 0
+    for cls in (ImageLowering, SampleLowering):
+        for attribute in dir(cls):
+            packet = getattr(torch.ops.aten, attribute.removeprefix("_op_"), None)
+            if not attribute.startswith("_op_") or packet is None:
+                continue
+            known: dict[int | str, list[object]] = {}
+            for overload in packet.overloads():
+                for place, argument in enumerate(getattr(packet, overload)._schema.arguments):
+                    if argument.has_default_value():
+                        place_or_name = argument.name if argument.kwarg_only else place
+                        known.setdefault(place_or_name, []).append(argument.default_value)
+            parameters = list(inspect.signature(getattr(cls, attribute)).parameters.values())
+            for place, parameter in enumerate(parameters[1:]):
+                name = parameter.name if parameter.kind is parameter.KEYWORD_ONLY else place
+                if parameter.default is parameter.empty or name not in known:
+                    continue
+                # An empty list, and a number for each axis, are none, and that number.
+                same = [parameter.default, [parameter.default], [parameter.default] * 2]
+                if parameter.default in (None, ()):
+                    same += [None, [], False]
+                assert any(value in same for value in known[name]), (attribute, name, known[name])
+                compared += 1
+    assert compared > 60
