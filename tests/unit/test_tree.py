@@ -57,7 +57,6 @@ ELSEWHERE = {
     "engine/native/lower": "unit/engine/native/test_traced.py",
     "engine/native/simple": "unit/engine/native/test_pooling.py",
     # what keeps one contract is tested by it
-    "cluster/blocks": "contract/test_blocks.py",
     "exchange/validity": "contract/test_server_validity.py",
     "net/local": "contract/test_exchanges.py",
     "testing/_promises": "contract/test_pieces.py",

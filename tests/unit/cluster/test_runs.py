@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -336,6 +336,8 @@ def test_the_machines_are_looked_at_before_the_first_run(cluster, monkeypatch):
     ("options", "said"),
     [
         ({"gpus": 1.5}, "gpus is 1.5; expected a share"),
+        ({"gpus": -0.5}, "gpus is -0.5; expected a share"),
+        ({"gpus": -1}, "gpus is -1; expected a share"),
         ({"cpus": 0}, "cpus is 0; expected more"),
         ({"retries": -1}, "retries"),
     ],
@@ -343,6 +345,23 @@ def test_the_machines_are_looked_at_before_the_first_run(cluster, monkeypatch):
 def test_what_no_run_can_have_is_refused_before_anybody_is_called(options, said):
     with pytest.raises(ConfigError, match=said), open_ray_runs("ray:auto", **options):
         pass
+
+
+@pytest.mark.parametrize("gpus", [0, 0.25, 1, 2, 3.0])
+@pytest.mark.parametrize(
+    ("where", "check", "looked"),
+    [("ray:local", None, 0), ("ray:auto", None, 1), ("ray:local", True, 1), ("ray:auto", False, 0)],
+)
+def test_a_run_has_a_share_of_a_gpu_or_whole_ones_on_machines_that_were_looked_at(
+    monkeypatch, gpus, where, check, looked
+):
+    said = []
+    monkeypatch.setattr(runs, "connect_ray", lambda *_given, **_started: nullcontext())
+    monkeypatch.setattr(runs.doctor, "look_at_machines", lambda: ["one"])
+    monkeypatch.setattr(runs.doctor, "check_equal_software", said.append)
+    with open_ray_runs(where, gpus=gpus, cpus=2, retries=0, check=check) as over:
+        assert (over.cpus, over.gpus, over.retries) == (2, gpus, 0)
+    assert said == [["one"]] * looked
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,29 @@ def test_a_certificate_says_who_where_and_for_what(folder):
     assert own.certificate.not_valid_after_utc == NOW + timedelta(days=30)
 
 
+def test_extensions_are_critical_where_a_standard_reader_expects_it(folder):
+    """RFC 5280: basic constraints and key usage are; names beside a subject, purposes and identifiers of keys are not."""
+    own = Identity.load(*files(folder), now=NOW)
+    expected = {
+        x509.BasicConstraints: True,
+        x509.KeyUsage: True,
+        x509.SubjectAlternativeName: False,
+        x509.ExtendedKeyUsage: False,
+        x509.SubjectKeyIdentifier: False,
+        x509.AuthorityKeyIdentifier: False,
+    }
+    member = {type(one.value): one.critical for one in own.certificate.extensions}
+    assert member == expected
+    ca = identity.load_certificate(folder / "ca.pem")
+    found = {type(one.value): one.critical for one in ca.extensions}
+    assert found == {kind: expected[kind] for kind in found}
+    assert {x509.BasicConstraints, x509.KeyUsage} < {*found}
+    # It signs members alone, which sign no others.
+    assert ca.extensions.get_extension_for_class(x509.BasicConstraints).value.path_length == 0
+    request = x509.load_pem_x509_csr((folder / "north.csr").read_bytes())
+    assert [one.critical for one in request.extensions] == [False]
+
+
 def test_a_certificate_is_bound_to_its_key(folder):
     """Its common name is the SHA-256 of the key as `openssl pkey -pubin -outform der` writes it, not the name."""
     own = Identity.load(*files(folder), now=NOW)

@@ -402,3 +402,9 @@ def test_of_one_client_nothing_can_be_told():
     federation = tiny_federation(3)
     task = build_task(federation.host(torch.arange(1)), "linear", engine="loop")
     assert _memory.estimate_method_memory(METHODS["dac"](), task) == (0, 0)
+
+
+def test_what_is_needed_is_all_but_the_data():
+    """By hand; what is not given is nothing."""
+    assert _memory.Forecast(1, 2, 4, 8, 16, 32, 64).needed_bytes == 1 + 2 + 8 + 16 + 32 + 64
+    assert _memory.Forecast(1, 2, 4).needed_bytes == 3

@@ -237,6 +237,17 @@ def test_seeds_that_are_added_train_as_those_before(tmp_path):
     assert second.engine == first.engine
 
 
+def test_why_an_engine_was_chosen_is_said_again_by_what_goes_on_with_it(tmp_path):
+    """Of a run that is resumed, and of another seed: it was not set, though it is fixed now."""
+    chosen = {"engine": "auto"}
+    first = go(tmp_path / "seed-0", settings=chosen)
+    assert "as set" not in first.engine
+    again = go(tmp_path / "seed-0", settings={**chosen, "rounds": 3}, resume=True)
+    other = go(tmp_path / "seed-1", settings=chosen)
+    assert {again.engine, other.engine} == {first.engine}
+    assert checkpoint.load_engine_reason(tmp_path / "seed-1") == first.engine
+
+
 # ---------------------------------------------------------------- memory
 
 
@@ -319,6 +330,12 @@ def test_a_method_that_does_not_say_what_it_reads_counts_ten(forecast, monkeypat
 
     monkeypatch.setattr(Random, "cost", silent)
     assert forecast(Random(1))["reads"] == 10.0
+
+
+def test_a_forecast_counts_what_is_read_in_the_first_round(forecast, monkeypatch):
+    """Of a method that reads fewer and fewer."""
+    monkeypatch.setattr(Random, "cost", lambda _self, _setting, at: SimpleNamespace(models=4 - at))
+    assert forecast(Random(1))["reads"] == 4
 
 
 def test_a_driver_holds_what_a_checkpoint_has(forecast):

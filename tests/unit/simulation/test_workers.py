@@ -403,7 +403,13 @@ def crew(monkeypatch, quiet):
             one = mock.Mock(spec=BaseProcess, exitcode=-9)
             one.did, one.threads, one.daemon, one.name = [], threads, daemon, name
             one.start.side_effect = thread.start
-            one.join.side_effect = lambda: one.did.append("joined")
+
+            def join() -> None:
+                # A real one that waits for its next job would be waited for without end.
+                thread.join(0.0 if one.did else 10)
+                one.did.append("joined" if one.did or not thread.is_alive() else "never ends")
+
+            one.join.side_effect = join
             one.terminate.side_effect = lambda: one.did.append("terminated")
             made.append(one)
             return one
@@ -503,6 +509,16 @@ def test_a_program_of_which_there_is_no_file_has_no_workers(monkeypatch, given, 
         return
     with pytest.raises(ConfigError, match="the program was read from <stdin>, where worker"):
         workers._check_main_program()
+
+
+def test_a_program_of_which_there_is_no_file_is_refused_before_a_worker_starts(crew, monkeypatch):
+    """One job alone is done by the program itself."""
+    program = SimpleNamespace(__file__="<stdin>", __spec__=None)
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    with pytest.raises(ConfigError, match="the program was read from <stdin>, where worker"):
+        list(fan_out(square, [1, 2], 2, print))
+    assert crew == []
+    assert [job for job, _ in fan_out(square, [1], 2, print)] == [1]
 
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="signals of a thread")

@@ -1,0 +1,91 @@
+"""What holds blocks together: they end together, and what one sends another may not change afterwards."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from coterie.cluster import blocks
+from coterie.cluster.blocks import ThreadBlocks
+from coterie.cluster.exchange import BlockInterrupted, Postbox
+from coterie.exchange.base import Message
+
+
+ADDRESS = (0, 0, "part")
+
+
+@dataclass
+class Member:
+    """A block that waits for the parts of both, or fails."""
+
+    box: Postbox
+    fails: BaseException | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def collect(self, more: int) -> list[int]:
+        try:
+            if self.fails is not None:
+                raise self.fails
+            return [part + more for part in self.box.collect(ADDRESS)]
+        finally:
+            self.ended.set()
+
+
+@pytest.fixture
+def crew() -> Iterator[ThreadBlocks]:
+    """Two blocks in threads; a test that fails leaves no thread that waits."""
+    made = object.__new__(ThreadBlocks)
+    made.boxes = [Postbox(2), Postbox(2)]
+    made._pool = ThreadPoolExecutor(2)
+    made.blocks = [Member(box) for box in made.boxes]
+    yield made
+    for box in made.boxes:
+        box.close()
+    made._pool.shutdown()
+
+
+def test_a_function_of_every_block_gets_its_own_arguments(crew):
+    for number, box in enumerate(crew.boxes):
+        for sender in (1, 0):
+            box.put(ADDRESS, sender, 10 * number + sender)
+    assert crew.call_all("collect", [100, 200]) == [[100, 101], [210, 211]]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("error", [ValueError("no data"), KeyboardInterrupt()])
+def test_the_error_of_a_block_ends_those_that_wait_for_it(crew, failing, error):
+    """And is what is raised, not that the others were interrupted."""
+    crew.blocks[failing].fails = error
+    found = []
+
+    def call() -> None:
+        try:
+            crew.call_all("collect", [0, 0])
+        except BaseException as caught:
+            found.append(caught)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert found == [error]
+    assert all(one.ended.is_set() for one in crew.blocks)
+
+
+def test_blocks_that_wait_are_released_at_the_end(crew):
+    waiting = crew._pool.submit(crew.blocks[0].collect, 0)
+    crew.close()
+    with pytest.raises(BlockInterrupted, match="another block of the population has ended"):
+        waiting.result(10)
+
+
+def test_a_part_is_a_copy_with_all_that_is_in_it():
+    box = Postbox(1)
+    message = Message(torch.ones(2, 3), {"samples": torch.tensor([4, 5])})
+    blocks._deliver_copy(box, ADDRESS, 0, message)
+    message.params.zero_()
+    message.fields["samples"].zero_()
+    (found,) = box.collect(ADDRESS)
+    assert (found.params.tolist(), found.fields["samples"].tolist()) == ([[1.0] * 3] * 2, [4, 5])

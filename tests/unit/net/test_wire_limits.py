@@ -1,0 +1,76 @@
+"""Limits and times of the protocol are those that its page tells other programs."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from coterie.net import audit, catchup, exchange, head, outbox, payload, post, wire
+from coterie.net import grpc_transport as grpc
+from coterie.net.node import Patience
+from coterie.net.nodefile import NetworkSettings
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGE = (DOCS / "reference/wire.md").read_text("utf-8")
+UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def look_up(row: str) -> str:
+    """Return the last cell of a row of a table."""
+    (line,) = [one for one in PAGE.splitlines() if one.startswith(f"| {row}")]
+    return line.strip("| ").split(" | ", 1)[1]
+
+
+def numbers(row: str) -> list[int]:
+    return [int(one.replace(",", "")) for one in re.findall(r"\d[\d,]*(?<!,)", look_up(row))]
+
+
+def sizes(text: str) -> list[int]:
+    return [int(n) * UNITS[unit] for n, unit in re.findall(r"(\d+) (bytes|[KMG]iB)", text)]
+
+
+def test_sizes_of_what_is_sent_are_bounded_as_the_page_says():
+    own = [wire.MAX_MANIFEST, payload.MAX_HEADER, wire.MAX_HEAD, wire.MAX_ROSTER]
+    assert sizes(look_up("manifest; header; head; roster")) == own
+    assert sizes(look_up("a `reply`; a `cohort`")) == [exchange.MAX_REPLY, exchange._MAX_COHORT]
+    assert numbers("bytes of a question") == [grpc.MAX_QUESTION]
+    assert numbers("bytes of one message of an answer") == [grpc._MAX_FRAME]
+    # A chunk with what belongs to it, and a little room.
+    assert grpc._MAX_FRAME >= wire.CHUNK + wire.MAX_MANIFEST + wire.SIGNATURE
+    assert numbers("bytes of a head, of a roster") == [wire.MAX_HEAD, wire.MAX_ROSTER]
+    assert numbers("bytes of how a table is read, in a head") == [head._MAX_TABLE]
+
+
+def test_what_is_kept_and_how_much_is_open_is_what_the_page_says():
+    assert numbers("bytes of standing messages") == [outbox.KEEP_SEALED]
+    kept = look_up("messages that a node keeps")
+    assert ("last eight rounds" in kept, sizes(kept)) == (True, [outbox.KEEP_BYTES])
+    assert outbox.KEEP == 8
+    assert numbers("open questions of an asker at a node") == [outbox.Outbox.PER_ASKER]
+    assert numbers("calls that one member may have open") == [grpc._CALLS, outbox.Outbox.PER_ASKER]
+    assert "up to four questions for messages open at each member" in PAGE
+    assert post._OF_A_MEMBER == 4
+    assert "others trained at most ten times as fast as it does itself" in " ".join(PAGE.split())
+    assert catchup.FASTER == 10
+
+
+def test_times_are_what_the_page_says():
+    """Those of node.toml are its defaults, which reach the node."""
+    given = NetworkSettings()
+    assert numbers("stay at the end without any progress") == [given.linger]
+    assert numbers("wait for members at the start") == [given.start]
+    assert numbers("wait for a server that does not answer") == [given.server_wait]
+    assert numbers("without a sign of life until a link is down") == [given.lease]
+    assert numbers("silence of a member")[0] == given.slow
+    assert numbers("wait for a head or a roster") == [Patience().ask]
+    assert float(look_up("between two questions for heads")) == Patience().poll
+    assert numbers("seconds in which a question must have come")[0] == grpc._LISTEN
+    assert given.patience == Patience()
+    endless = replace(given, start="unlimited", linger="unlimited").patience
+    assert endless == Patience(start=float("inf"), linger=float("inf"))
+
+
+def test_an_audit_log_goes_on_in_another_file_above_the_size_of_its_page():
+    (said,) = re.findall(
+        r"A file of more than (\d+ MiB) is put aside", (DOCS / "how-to/audit-log.md").read_text()
+    )
+    assert sizes(said) == [audit.MAX_BYTES]
