@@ -334,6 +334,8 @@ def check_relabeling(trial: Trial) -> None:
     settings = trial.settings
     if (
         trial.method.kind in BY_POSITION
+        # IFCA's server then draws first memberships, as FeSEM's does.
+        or getattr(trial.method, "start", None) == "random_groups"
         or type(trial.method) is not METHODS[trial.method.kind]
         or settings.schedule != "synchronous"
         or settings.participation != 1

@@ -189,6 +189,22 @@ def test_what_depends_on_ids_or_names_is_found(monkeypatch: pytest.MonkeyPatch):
     assert "relabeled" in found_by("relabeling")
 
 
+@pytest.mark.parametrize(
+    ("method", "result"),
+    [
+        ({"kind": "fesem", "clusters": 2}, "not for it"),
+        ({"kind": "ifca", "clusters": 2, "start": "random_groups"}, "not for it"),
+        ({"kind": "ifca", "clusters": 2}, "held"),
+    ],
+)
+def test_first_memberships_that_a_server_draws_belong_to_positions(
+    method: dict[str, Any], result: str
+):
+    """Clients with other ids are in other groups then, and end with other models."""
+    found = adversary.try_case({**PLAIN, "methods": [method]}, ["relabeling"])
+    assert [one.result for one in found if one.check == "relabeling"] == [result]
+
+
 def test_a_study_that_reads_back_otherwise_is_found(monkeypatch: pytest.MonkeyPatch):
     right = config.format_study
     monkeypatch.setattr(

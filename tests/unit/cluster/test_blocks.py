@@ -13,7 +13,6 @@ from coterie.cluster.blocks import ThreadBlocks
 from coterie.cluster.exchange import BlockInterrupted, Postbox
 from coterie.exchange.base import Message
 
-
 ADDRESS = (0, 0, "part")
 
 

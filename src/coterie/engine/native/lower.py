@@ -897,10 +897,9 @@ class Lowering:
         size = x.shape[axis]
         # The axis has stride 0, as `make` adds the place itself.
         fixed = replace(leaf, strides=_replace_entry(leaf.strides, axis, 0))
-        count = len(index.leaves)
 
         def make(parts: Sequence[str]) -> str:
-            place = index.make(parts[1 : 1 + count])
+            place = index.make(parts[1:])
             # The part is the entry at place 0 of the axis: the wanted one is some strides behind
             # it. `inside` keeps a wrong index within the array.
             return f"(&{parts[0]})[inside({place}, {size}) * {stride}]"
