@@ -80,6 +80,20 @@ def test_blocks_that_wait_are_released_at_the_end(crew):
         waiting.result(10)
 
 
+def test_threads_of_blocks_end_with_their_context(monkeypatch):
+    """Also those that wait for parts."""
+    monkeypatch.setattr(blocks, "Block", lambda _spec, links: Member(links.postbox))
+    specs = [object.__new__(blocks.BlockSpec) for _ in range(2)]
+    for number, spec in enumerate(specs):
+        object.__setattr__(spec, "number", number)
+    with ThreadBlocks.start(specs) as crew:
+        assert [one.box for one in crew.blocks] == crew.boxes
+        waiting = crew._pool.submit(crew.blocks[0].collect, 0)
+    assert isinstance(waiting.exception(10), BlockInterrupted)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        crew._pool.submit(print)
+
+
 def test_a_part_is_a_copy_with_all_that_is_in_it():
     box = Postbox(1)
     message = Message(torch.ones(2, 3), {"samples": torch.tensor([4, 5])})

@@ -192,7 +192,7 @@ def test_a_failure_does_not_stop_the_others_and_the_first_is_raised(submit):
     [
         ({"outcome": ("error", "Trace\n  KeyError: 'x'\n")}, "KeyError: 'x'"),
         ({"outcome": ("error", "x" * 300)}, "x" * 200),
-        ({"outcome": OSError(), "log": "first\n\n last line \n \n"}, "last line"),
+        ({"outcome": OSError(), "log": "first\nmore\n\n last line \n \n"}, "last line"),
         ({"outcome": OSError(), "log": "y" * 300}, "y" * 200),
         ({"outcome": OSError(), "state": "TIMEOUT"}, "Slurm says TIMEOUT"),
         ({"outcome": OSError(), "log": "", "state": "TIMEOUT"}, "Slurm says TIMEOUT"),
@@ -209,7 +209,7 @@ def test_a_job_without_a_result_says_why(given, reason):
 def test_a_job_with_a_result_or_its_own_error_has_that():
     done = Submitted(None, 0, ("success", ("done", 5)))
     assert (slurm._job_result(done), slurm._failure_reason(done)) == (5, "")
-    failed = Submitted(None, 0, ("success", ("failed", DataError("one\nline two"))))
+    failed = Submitted(None, 0, ("success", ("failed", DataError("one\nmore\nline two "))))
     with pytest.raises(DataError):
         slurm._job_result(failed)
     assert slurm._failure_reason(failed) == "line two"

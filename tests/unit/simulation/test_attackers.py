@@ -15,6 +15,7 @@ from coterie.functional import metrics
 from coterie.methods import METHODS
 from coterie.methods.base import Round
 from coterie.results.summary import summarize_study
+from coterie.rng import Rng
 from coterie.runtime.final_metrics import select_final_tests
 from coterie.runtime.settings import Settings
 from coterie.simulation import attackers
@@ -41,12 +42,28 @@ def test_shares_counts_names_and_numbers_choose_attackers():
     assert groups(Attack("noise", 0.3), seed=1) != [share]
 
 
+def test_two_clients_are_honest_at_least():
+    assert groups(Attack("noise", 0.8)) == groups(Attack("copy", 8))
+    assert len(groups(Attack("noise", list(range(8))))[0]) == 8
+
+
+def test_attackers_are_drawn_before_the_first_round_by_the_number_of_the_attack():
+    """A seed gives the same attackers for ever: the keys of its streams are fixed."""
+    stream = Rng(5).at_round(-1).generator("attackers.0")
+    assert groups(Attack("noise", 3), seed=5) == [sorted(stream.permutation(10)[:3].tolist())]
+    second = Rng(5).at_round(-1).generator("attackers.1")
+    free = [row for row in range(10) if row not in (2, 7)]
+    chosen = sorted(free[place] for place in second.permutation(8)[:3])
+    assert groups(Attack("copy", [7, 2]), Attack("noise", 3), seed=5) == [[2, 7], chosen]
+
+
 @pytest.mark.parametrize(
     ("attacks", "told"),
     [
         ([Attack("noise", [12])], r"attacks\[0\]: clients is 12; expected 0 to 9"),
         ([Attack("noise", ["x"])], r"attacks\[0\]: clients is 'x'"),
         ([Attack("noise", [1]), Attack("copy", [1])], r"attacks\[1\].*client 1"),
+        ([Attack("noise", [1, 1])], r"attacks\[0\]: clients is \(1, 1\); .* attack once; client 1"),
         ([Attack("noise", 9)], "of 10 clients 1 would be honest; expected two or more"),
         ([Attack("noise", 5), Attack("copy", 6)], "of 10 clients 0 would be honest"),
         ([Attack("noise", 0.01)], "at least one of 10 clients"),

@@ -200,6 +200,16 @@ def test_newcomers_are_no_part_of_the_rounds_of_a_run_that_is_opened_again(tmp_p
     assert len(loop.state.params) == 4
 
 
+def test_what_the_check_of_the_translation_says_is_a_note_of_the_run(monkeypatch):
+    monkeypatch.setattr(running.Loop, "check_translation", lambda _self, _data: ["one", "two"])
+    said: list[Note] = []
+    go(notes=said.append, label="mine")
+    assert [(one.label, one.seed, one.text) for one in said] == [
+        ("mine", 3, "one"),
+        ("mine", 3, "two"),
+    ]
+
+
 # ---------------------------------------------------------------- the engine of earlier runs
 
 
