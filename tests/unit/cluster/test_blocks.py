@@ -3,15 +3,19 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import pandas as pd
 import pytest
 import torch
 
 from coterie.cluster import blocks
-from coterie.cluster.blocks import ThreadBlocks
+from coterie.cluster.blocks import ThreadBlocks, simulate_in_blocks
 from coterie.cluster.exchange import BlockInterrupted, Postbox
 from coterie.exchange.base import Message
+from coterie.methods import Local
+from coterie.simulation.run import simulate
+from coterie.testing import tiny_federation, tiny_settings
 
 ADDRESS = (0, 0, "part")
 
@@ -102,3 +106,18 @@ def test_a_part_is_a_copy_with_all_that_is_in_it():
     message.fields["samples"].zero_()
     (found,) = box.collect(ADDRESS)
     assert (found.params.tolist(), found.fields["samples"].tolist()) == ([[1.0] * 3] * 2, [4, 5])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_clients_that_diverge_are_those_of_one_process():
+    """Of six clients the inputs of number 2 are so large that its model is not finite."""
+    data = tiny_federation()
+    data = replace(data, x=data.x.clone())
+    data.x[2] *= 1e37
+    given = {"model": "linear", "settings": tiny_settings(rounds=2, dtype="float32"), "seed": 3}
+    whole = simulate(data, Local(), **given)
+    parted = simulate_in_blocks(data, Local(), **given, blocks=[4, 2], start=ThreadBlocks.start)
+    assert whole.diverged == parted.diverged == (2,)
+    assert whole.facts() == parted.facts()
+    assert "diverged" in whole.facts()[1]
+    pd.testing.assert_frame_equal(whole.metrics, parted.metrics)

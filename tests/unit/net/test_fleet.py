@@ -269,12 +269,14 @@ def test_results_of_nodes_are_one_run_in_the_order_of_rounds_and_clients(tmp_pat
 def test_the_demonstration_kills_a_node_after_a_third_and_starts_it_again(tmp_path, monkeypatch):
     """With a pretended fleet whose nodes report rounds; what is said is of the first node alone."""
     steps, said = [], []
-    monkeypatch.setattr(fleet, "lay_out", lambda folder, study, **given: {"n0": 1, "n1": 2})
+    monkeypatch.setattr(
+        fleet, "lay_out", lambda folder, study, **given: {"n0": 1, "n1": 2, "n2": 3}
+    )
     monkeypatch.setattr(fleet, "compare_with_simulation", lambda *given: given[0] / "top")
 
     class Pretended:
         def __init__(self, files, logs, listener):
-            self.listener, self.status = listener, {"n0": 0, "n1": 0}
+            self.listener, self.status = listener, dict.fromkeys(("n0", "n1", "n2"), 0)
 
         def __enter__(self):
             return self
@@ -284,9 +286,9 @@ def test_the_demonstration_kills_a_node_after_a_third_and_starts_it_again(tmp_pa
 
         def start(self, name):
             steps.append(f"start {name}")
-            if len(steps) == 2:
+            if len(steps) == 3:
                 for number in (-1, 0, 1, 2, 1):
-                    for one in ("n0", "n1"):
+                    for one in ("n0", "n1", "n2"):
                         event = {
                             "event": "round",
                             "round": number,
@@ -304,12 +306,12 @@ def test_the_demonstration_kills_a_node_after_a_third_and_starts_it_again(tmp_pa
             return self.status
 
     monkeypatch.setattr(fleet, "Fleet", Pretended)
-    given = {"clients": 2, "rounds": 3, "port": 9000, "say": said.append}
+    given = {"clients": 3, "rounds": 3, "port": 9000, "say": said.append}
     assert fleet.run_demo(tmp_path, **given) == tmp_path / "top"
-    assert steps == ["start n0", "start n1", "kill n1", "start n1", "closed"]
-    assert said[0].startswith("2 nodes with mutual TLS on 127.0.0.1:9000 to 9001; logs in ")
+    assert steps == ["start n0", "start n1", "start n2", "kill n2", "start n2", "closed"]
+    assert said[0].startswith("3 nodes with mutual TLS on 127.0.0.1:9000 to 9002; logs in ")
     assert said[1:5] == [f"n0: round {number} of 3, 1.25 s, 50 %" for number in range(4)]
-    assert said[5:] == ["n1: killed without warning; started again"]
+    assert said[5:] == ["n2: killed without warning; started again"]
     monkeypatch.setattr(Pretended, "wait", lambda *_: {"n0": 0, "n1": 4})
     shutil.rmtree(tmp_path / "logs")
     steps.clear()
