@@ -42,8 +42,26 @@ def test_a_head_is_read_as_it_was_sealed():
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        {"round": -1}, {"round": 2**31 - 1}, {"inc": 0}, {"inc": 2**53 - 1}, {"roster": 0}, {"protocol": 2**53 - 1},
+        {"time": 0.0}, {"time": 2.0**40 - 1}, {"met": []}, {"settings": {"rounds": 2**53 - 1, "lr": 1e300, "a": None}},
+        {"settings": {"rounds": 1 - 2**53}},
+    ],
+)  # fmt: skip
+def test_numbers_of_a_head_reach_to_the_ends_of_their_ranges(change):
+    assert answered(replace(HEAD, **change)) == replace(HEAD, **change)
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"round": 2**31}, "in round 2147483648"),
+        ({"inc": 2**53}, "a number is out of range"),
+        ({"roster": -1}, "a number is out of range"),
+        ({"protocol": -1}, "a number is out of range"),
+        ({"time": 2.0**40}, "a number is out of range"),
+        ({"settings": {"rounds": -(2**53)}}, "a setting is neither"),
         ({"nonce": "earlier"}, "answers another question"),
         ({"peer": "n2"}, "it is of n2 in run run"),
         ({"run": "other"}, "in run other"),

@@ -1,8 +1,12 @@
 """Limits and times of the protocol are those that its page tells other programs."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
+import torch
 
 from coterie.net import audit, catchup, exchange, head, outbox, payload, post, wire
 from coterie.net import grpc_transport as grpc
@@ -74,3 +78,76 @@ def test_an_audit_log_goes_on_in_another_file_above_the_size_of_its_page():
         r"A file of more than (\d+ MiB) is put aside", (DOCS / "how-to/audit-log.md").read_text()
     )
     assert sizes(said) == [audit.MAX_BYTES]
+
+
+MANIFEST = {
+    "v": 1, "run": "run", "peer": "n1", "inc": 1, "round": 3, "exchange": 0, "client": 2, "kind": "model", "to": "",
+    "codec": "safetensors", "bytes": 10, "chunk": 1024, "sha256": "0" * 64, "schema": "s",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("field", "least", "most"),
+    [
+        ("inc", 0, 2**53 - 1), ("round", -1, 2**31 - 1), ("exchange", 0, 65535), ("client", -1, 2**31 - 1),
+        ("bytes", 0, 2**40 - 1), ("chunk", 1024, 262144),
+    ],
+)  # fmt: skip
+def test_numbers_of_a_manifest_reach_to_both_ends_of_their_range_and_no_further(field, least, most):
+    for value in (least, most):
+        assert getattr(parse(**{field: value}), field) == value
+    for value in (least - 1, most + 1):
+        with pytest.raises(wire.Refused, match=f"{field} is out of range"):
+            parse(**{field: value})
+    # 1.0 and true are no integers.
+    for value in (float(most), True, str(most), None):
+        with pytest.raises(wire.Refused, match=f"{field} is missing or not of type"):
+            parse(**{field: value})
+
+
+def parse(**changed: object) -> wire.Manifest:
+    return wire.parse_manifest(json.dumps({**MANIFEST, **changed}).encode())
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"kind": "gossip"}, "kind is out of range"), ({"codec": "pickle"}, "codec is out of range"),
+        ({"sha256": "0" * 63}, "sha256 is out of range"), ({"sha256": "G" * 64}, "sha256 is out of range"),
+        ({"v": 2}, "version 2; expected 1"), ({"more": 1}, "it has keys that no manifest has"),
+    ],
+)  # fmt: skip
+def test_a_manifest_of_another_form_is_refused(changed, said):
+    with pytest.raises(wire.Refused, match=said):
+        parse(**changed)
+
+
+def test_a_manifest_is_as_long_as_it_may_be_and_no_longer():
+    room = wire.MAX_MANIFEST - len(json.dumps(MANIFEST).encode())
+    assert parse(run="r" * (room + 3)).run == "r" * (room + 3)
+    with pytest.raises(wire.Refused, match="4097 bytes; expected at most 4096"):
+        parse(run="r" * (room + 4))
+
+
+def header(shape: object, offsets: object = (0, 8)) -> bytearray:
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": list(offsets)}
+    text = json.dumps({"params": entry}).encode()
+    return bytearray(len(text).to_bytes(8, "little") + text + bytes(8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets", "fine"),
+    [
+        ([1] * 8, (0, 4), True), ([1] * 9, (0, 4), False), ([2**40 - 1], (0, 8), True), ([2**40], (0, 8), False),
+        ([-1], (0, 8), False), ([0], (0, 0), True), ([1.0], (0, 8), False), ([True], (0, 8), False),
+        ([2], (0, 2**40), False), ([2], (0, 4, 8), False), ([2], (0,), False), ({"0": 1}, (0, 8), False),
+    ],
+)  # fmt: skip
+def test_shapes_and_offsets_are_natural_numbers_of_at_most_eight_axes(shape, offsets, fine):
+    if fine:
+        found, end = payload._decode_header(header(shape, offsets))
+        assert found["params"] == (torch.float32, tuple(shape), *offsets)
+        assert end == len(header(shape, offsets)) - 8
+        return
+    with pytest.raises(wire.Refused, match="shape or offsets that are not natural numbers"):
+        payload._decode_header(header(shape, offsets))
