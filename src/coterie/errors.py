@@ -69,6 +69,10 @@ class ClockError(TransportError):
     """
 
 
+class QuorumError(TransportError):
+    """Too few other members are there for a run that has begun, and it does not go on alone."""
+
+
 class RunExistsError(CoterieError, FileExistsError):
     """The run folder exists; it is overwritten only on request."""
 

@@ -2,7 +2,7 @@
 
 Exit status: 0; 2 for bad input, with one line on standard error; 75 when the disk is full, and 4
 when the clock of the machine is not set yet, also with one line: the same command continues later;
-130 after Ctrl-C. Results go to standard output,
+5 when too few other members are there for a run between machines; 130 after Ctrl-C. Results go to standard output,
 progress and messages to standard error.
 """
 
@@ -36,6 +36,7 @@ from coterie.errors import (
     CoterieError,
     DiskFull,
     OutOfMemory,
+    QuorumError,
     describe_unknown,
 )
 
@@ -51,6 +52,8 @@ NO_ROOM = 75
 """The exit status when the disk is full: a temporary failure, EX_TEMPFAIL of sysexits.h."""
 EARLY = 4
 """The exit status when the clock is not set yet: a service manager starts the program again."""
+TOO_FEW = 5
+"""The exit status of a node whose run has begun and that has waited in vain for enough others."""
 # Every mistake in how a command was called: click's ClickException, wherever this version of typer
 # keeps it.
 _Usage: type[typer.BadParameter] = typer.BadParameter.__mro__[2]  # type: ignore[assignment]
@@ -521,7 +524,8 @@ def _exit_with_error(error: Exception) -> NoReturn:
             text = f"cannot write: {describe_os_error(error)}; when there is room, start again"
     # Before the cases of the system: the library's own errors can also be OSError or MemoryError.
     elif isinstance(error, CoterieError):
-        status = EARLY if isinstance(error, ClockError) else status
+        own = ((ClockError, EARLY), (QuorumError, TOO_FEW))
+        status = next((number for kind, number in own if isinstance(error, kind)), status)
     elif OutOfMemory.matches(error):
         text = (
             "this machine has no more memory; use fewer --workers, fewer clients, or a "

@@ -43,6 +43,9 @@ from coterie.rng import Rng
 
 # Bytes of a server's answer whose size its method does not declare.
 MAX_REPLY = 1 << 30
+# Other members that are left at least when slow ones are left out: with one alone, a single message
+# that does not come makes a round without any.
+_COMPANY = 2
 # Bytes: enough for the ids of some 130,000 clients.
 _MAX_COHORT = 1 << 20
 
@@ -82,8 +85,9 @@ class RemoteExchange:
         self._got: dict[Address, Delivery] = {}
         self._lost: set[int] = set()
         self._redraws, self._until = 0, 0.0
-        slow = set(self.post.pace.list_slow(rng.round))
-        self._down = self._unreachable_clients() | self._clients_of(slow)
+        away = self._unreachable_clients()
+        self._slow = self._clients_of(self.post.pace.list_slow(rng.round)) - away
+        self._down = away | self._slow
         # whether messages of others were wanted in this round
         self.is_asking = False
 
@@ -104,6 +108,10 @@ class RemoteExchange:
         """Return those of some members that are not known to be away."""
         self._unreachable_clients()
         return [name for name in names if name not in self._away | self._odd]
+
+    def list_seen(self) -> frozenset[str]:
+        """Return the members that took part at some time."""
+        return self._seen | self.post.transport.alive_members()
 
     def note_present(self, names: Iterable[str]) -> None:
         """Note members that have answered just now."""
@@ -132,6 +140,23 @@ class RemoteExchange:
         out = torch.ones(self.roster.population, dtype=torch.bool)
         out[list(self._down)] = False
         return out
+
+    def readmit_slow(self, readable: Bool[Tensor, "*clients population"]) -> None:
+        """Ask slow members in this round where they are needed: better a slow round than a lonely one.
+
+        Args:
+            readable: the clients that the method may read: it can have left out others.
+        """
+        pace, host_of = self.post.pace, self.post.host_of
+        pace.note_needed((), wholly=False)
+        if not self._slow:
+            return
+        left = readable.reshape(-1, self.roster.population).any(0) & self.reachable_clients()
+        others = {host_of.get(client, self.name) for client in left.nonzero().flatten().tolist()}
+        others -= {self.name}
+        if len(others) < _COMPANY:
+            self._down -= self._slow
+            pace.note_needed({host_of[client] for client in self._slow}, wholly=not others)
 
     def _next_number(self) -> int:
         number, self._number = self._number, self._number + 1
@@ -165,7 +190,7 @@ class RemoteExchange:
             PeersMissing: in the first exchange of a round, when peers are missing and others may be
                 drawn.
         """
-        started, number = time.monotonic(), self._next_number()
+        started, number, clock = time.monotonic(), self._next_number(), self.post.clock
         own, message = self._own.active, replace(message, ids=self._own.active)
         check_peers(own, peers, self.roster.population)
         board = self._own.publish_message(message)
@@ -177,8 +202,8 @@ class RemoteExchange:
         self.is_asking |= bool(wanted or self._down)
         # One deadline for the first exchange of a round with all its repetitions.
         if not self._until:
-            self._until = started + self.post.deadline()
-        left = max(0.0, self._until - time.monotonic()) if number == 0 else self.post.deadline()
+            self._until = clock() + self.post.deadline()
+        left = max(0.0, self._until - clock()) if number == 0 else self.post.deadline()
         lost = self._fetch_missing(
             wanted, number, self._message_template(message, self._address_of(number, -1)), left
         )
@@ -189,7 +214,7 @@ class RemoteExchange:
             and self._rng.round >= 0
             and lost
             and self._redraws < self.post.terms.redraws
-            and time.monotonic() < self._until
+            and clock() < self._until
         )
         # The journal has all that a replay needs: what was reachable, and what arrived.
         self.post.journal({

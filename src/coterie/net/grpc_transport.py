@@ -26,6 +26,7 @@ from cryptography import x509
 
 from coterie.errors import TransportError
 from coterie.net import identity as identities
+from coterie.net.awake import AwakeClock
 from coterie.net.identity import Identity, split_address
 from coterie.net.log import RateLimit, Sample
 from coterie.net.outbox import NO_LAST, REASONS, Missing, Outbox
@@ -72,12 +73,12 @@ _Answer = TypeVar("_Answer")
 
 
 @lru_cache(1)
-def _start_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this program, in a thread of its own, for as long as it runs."""
+def _start_loop() -> tuple[asyncio.AbstractEventLoop, AwakeClock]:
+    """Return the event loop of this program, in a thread of its own, and the clock on it."""
     # One for all: the library wakes every loop of a program for the events of each of them.
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="coterie-net", daemon=True).start()
-    return loop
+    return loop, AwakeClock(loop)
 
 
 @lru_cache(4096)
@@ -139,6 +140,45 @@ class _Link:
     calls: int = 0
     missing: Missing | None = None
     watch: asyncio.Task[None] | None = None
+
+
+class _Limit:
+    """Ends its block after a deadline, or a silence, by a clock that can stand still.
+
+    Args:
+        clock: the clock.
+        deadline: seconds for the whole.
+        patience: seconds without any part of it; the deadline when None.
+
+    Raises:
+        TimeoutError: at the end of the block.
+    """
+
+    def __init__(self, clock: AwakeClock, deadline: float, patience: float | None) -> None:
+        self._clock, self._patience = clock, deadline if patience is None else patience
+        self._end = clock() + deadline
+        self._limit, self._loop = asyncio.timeout(None), asyncio.get_running_loop()
+        self.note_part()
+
+    def note_part(self) -> None:
+        """Note that a part has come."""
+        self._until = min(self._end, self._clock() + self._patience)
+
+    async def __aenter__(self) -> "_Limit":
+        await self._limit.__aenter__()
+        self._timer = self._loop.call_later(0.0, self._look)
+        return self
+
+    def _look(self) -> None:
+        left = self._until - self._clock()
+        if left > 0:
+            self._timer = self._loop.call_later(left, self._look)
+        else:
+            self._limit.reschedule(self._loop.time())
+
+    async def __aexit__(self, *error: Any) -> bool | None:
+        self._timer.cancel()
+        return await self._limit.__aexit__(*error)
 
 
 @dataclass
@@ -229,7 +269,7 @@ class GrpcTransport:
         self._workers = ThreadPoolExecutor(16, "coterie-answer")
         # In order, and apart: the reader of the log may be slow.
         self._logger = ThreadPoolExecutor(1, "coterie-log")
-        self._loop = _start_loop()
+        self._loop, self.clock = _start_loop()
         try:
             self._run(self._open())
         except BaseException:
@@ -479,13 +519,13 @@ class GrpcTransport:
         self, peer: str, expect: Expectation, deadline: float, patience: float | None = None
     ) -> Delivery | Missing:
         """Ask a member for a message, and check it: see `Transport.fetch`."""
-        started, at = time.monotonic(), expect.address
+        started, at = self.clock(), expect.address
         patience = deadline if patience is None else min(deadline, patience)
         assembler, size, first = Assembler(expect), 0, 0.0
 
         def take(frame: bytes) -> None:
             nonlocal size, first
-            first = first or time.monotonic() - started
+            first = first or self.clock() - started
             attachment, chunk = read_frame(frame)
             size += len(attachment) + len(chunk)
             assembler.feed(attachment, chunk)
@@ -515,7 +555,7 @@ class GrpcTransport:
             return Missing(f"refused:{wrong.code}", None, escape_text(wrong))
         assert assembler.manifest is not None
         self._note_presence(peer, True)
-        seconds = time.monotonic() - started
+        seconds = self.clock() - started
         return Delivery(assembler.manifest, tensors, size, seconds, assembler.sealed, first)
 
     def ask_head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
@@ -590,17 +630,17 @@ class GrpcTransport:
         if isinstance(link, Missing):
             return link
         link.calls += 1
+        # Without the library's own time limit, which goes on while this node cannot work.
         call = link.channel.unary_stream(f"/{SERVICE}/{method}")(
-            self._encode(question), timeout=max(0.001, deadline), metadata=self._metadata
+            self._encode(question), metadata=self._metadata
         )
         try:
             empty = True
-            async with asyncio.timeout(patience) as limit:
+            async with _Limit(self.clock, deadline, patience) as limit:
                 async for part in call:
                     empty = False
                     take(part)
-                    if patience is not None:
-                        limit.reschedule(self._loop.time() + patience)
+                    limit.note_part()
             return Missing("unreachable", None, "an answer without any part") if empty else None
         except TimeoutError:
             # One that cannot be dialed is not slow.

@@ -14,7 +14,7 @@ import secrets
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -28,7 +28,7 @@ from coterie._util.files import prepare_folder, write_atomically
 from coterie._util.lines import LineFile
 from coterie.data.federation import Federation, Truth
 from coterie.engine.task import Task
-from coterie.errors import ConfigError, TransportError
+from coterie.errors import ConfigError, QuorumError, TransportError
 from coterie.exchange.accepting import Reputation
 from coterie.functional.metrics import DIVERGED
 from coterie.methods.base import Method, Round
@@ -118,14 +118,17 @@ class Patience:
             all of them.
         min_peers: other members that must be there at the start and in every round; with fewer a
             node waits.
-        linger: seconds to stay at the end for members, new ones included, that are not done and
-            make no progress; infinite to wait for them without limit.
+        quorum_wait: seconds to wait for them in a run that has begun; infinite to wait for them
+            without limit.
+        linger: seconds to stay at the end for members that took part, away or not, and new ones,
+            that are not done and make no progress; infinite to wait for them without limit.
         ask: seconds to wait for the answer to "how are you?".
         poll: seconds between two such questions.
     """
 
     start: float = 60.0
     min_peers: int = 1
+    quorum_wait: float = 3600.0
     linger: float = 120.0
     ask: float = 2.0
     poll: float = 0.5
@@ -139,6 +142,7 @@ class NodeLoop(Loop):
         assert isinstance(self.exchange, RemoteExchange)
         if self.method.server:
             return rnd
+        self.exchange.readmit_slow(rnd.reachable)
         return replace(rnd, reachable=rnd.reachable & self.exchange.reachable_clients())
 
 
@@ -182,6 +186,7 @@ class Node:
         self._sign, self._stop, self._state = sign, threading.Event(), "starting"
         self._met: frozenset[str] = frozenset()
         self._heads: dict[str, Head] = {}
+        self._done: frozenset[str] = frozenset()  # members whose newest head says so
         self.is_waiting = False  # for a quorum
         self._noticed: set[tuple[str, str, int]] = set()  # ends of certificates that are logged
         self._done_answers = 0  # how often this node has answered that it is done
@@ -358,7 +363,9 @@ class Node:
         with ThreadPoolExecutor(_ASKING, "coterie-heads") as pool:
             for asked in [pool.submit(ask_in_turn) for _ in range(_ASKING)]:
                 asked.result()
-        return {name: head for name in names if (head := found[name]) is not None}
+        heads_of = {name: head for name in names if (head := found[name]) is not None}
+        self._done = self._done.difference(heads_of) | _list_done(heads_of)
+        return heads_of
 
     @property
     def state(self) -> str:
@@ -489,6 +496,7 @@ class Node:
                 present = self.exchange.list_present(names)
             if len(present) >= least:
                 break
+            self._check_quorum(names, present, least, time.monotonic() - began)
             if time.monotonic() - logged_at > _SAY_AGAIN:
                 logged_at = time.monotonic()
                 self._log_quorum(len(present), least, set(names) - set(present))
@@ -500,6 +508,27 @@ class Node:
             self.log("waited", seconds=round(time.monotonic() - began, 1))
             if self.loop.next_round >= 0:
                 self._catch_up()
+
+    def _check_quorum(
+        self, names: Iterable[str], present: Collection[str], least: int, waited: float
+    ) -> None:
+        """Check that enough others can still come, and that this node may wait for them.
+
+        Raises:
+            QuorumError: in a run that has begun, when it cannot go on.
+        """
+        gone = sorted(self._done.intersection(names).difference(present))
+        never = len(list(names)) - len(gone) < least
+        if self.loop.next_round < 0 or not (never or waited > self.patience.quorum_wait):
+            return
+        why = f"for {waited:.0f} s (quorum_wait)"
+        if never:
+            why = f"and {', '.join(gone[:20])} said that they are done, and have left"
+        raise QuorumError(
+            f"{len(present)} of {least} other members are here (min_peers) {why}: this node has done "
+            f"{self.loop.next_round} of {self.plan.settings.rounds} rounds; started again, it "
+            "continues from its checkpoint; with min_peers = 0 it does the rest alone, which is marked"
+        )
 
     def _log_quorum(self, present: int, least: int, absent: Iterable[str]) -> None:
         text = f"{present} of {least} other members are here (min_peers); nothing is trained until "
@@ -956,6 +985,11 @@ class Node:
             self.is_waiting = over and ended and len(met) < least
             if ended and (len(met) == len(names) or (over and not self.is_waiting)):
                 break
+            if self.is_waiting and time.monotonic() > until + self.patience.quorum_wait:
+                raise QuorumError(
+                    f"{len(met)} of {least} other members have answered (min_peers) for "
+                    f"{self.patience.quorum_wait:.0f} s (quorum_wait): start this node again with them"
+                )
             if self.is_waiting and time.monotonic() - logged_at > _SAY_AGAIN:
                 logged_at = time.monotonic()
                 self._log_quorum(len(met), least, set(names) - set(met))
@@ -974,12 +1008,12 @@ class Node:
         return met
 
     def _linger(self) -> None:
-        """Stay while members that are here but not done, or new ones, need this node's messages.
+        """Stay while members that took part but are not done, or new ones, need this node's messages.
 
-        Who has not begun yet needs them all. Who is there and does not answer now may answer soon.
+        Who has not begun yet needs them all. Who does not answer now, or was killed, may come back.
         """
         seen, until = {}, time.monotonic() + self.patience.linger
-        late: list[str] = []
+        late, staying_for = list[str](), set[str]()
         if self._is_answering and not self.late and self.participants is not None:
             late = self.participants.late_members
         while time.monotonic() < until:
@@ -988,15 +1022,19 @@ class Node:
                 n: (h.state, h.round)
                 for n, h in self.ask_heads([*self.other_members, *late]).items()
             }
-            done = {n for n, (state, _) in found.items() if state == "done"}
+            done = self._done | {n for n, (state, _) in found.items() if state == "done"}
             late = [n for n in late if n not in done]
             if self.late and (self._done_answers >= len(self._met) or not found):
                 # the last of those who waited for this node reads its answer
                 self._stop.wait(self.patience.poll)
                 return
-            here = self.transport.alive_members().union(found) & set(self.other_members)
-            if not late and not self.late and here <= done:
+            there = self.exchange.list_seen() | self._met | found.keys()
+            open_ = there & set(self.other_members) - done
+            if not late and not self.late and not open_:
                 return
+            if open_ - staying_for:
+                staying_for |= open_
+                self.log("staying", text=f"until {', '.join(sorted(open_)[:20])} are done")
             if found != seen:
                 seen, until = found, time.monotonic() + self.patience.linger
             if self._stop.wait(self.patience.poll):
@@ -1062,6 +1100,11 @@ class Node:
         )
         out.append(("coterie_process_id", "id of the process", labels, os.getpid()))
         return out
+
+
+def _list_done(found: Mapping[str, Head]) -> frozenset[str]:
+    """The members that say they are done."""
+    return frozenset(name for name, head in found.items() if head.state == "done")
 
 
 def _if_different(name: str, value: int, other: int) -> dict[str, int]:

@@ -95,8 +95,10 @@ class NetworkSettings(Configurable):
             all of them.
         min_peers: other members that must be there at the start and in every round: with fewer a
             node waits, whatever `start` is, and trains nothing. 0 to go on alone.
-        linger: seconds to stay at the end for members that make no progress, new clients that have
-            not joined yet included; "unlimited" to wait for them as long as it takes.
+        quorum_wait: seconds to wait for them in a run that has begun; then the node ends with exit
+            status 5. "unlimited" to wait as long as it takes.
+        linger: seconds to stay at the end for members that took part, are not done and make no
+            progress, also while they are away; new clients that have not joined yet are among them; "unlimited" to wait for them as long as it takes.
         lease: seconds without a sign of life after which a member counts as down; 10 over long
             distances, 3 in one building.
     """
@@ -109,6 +111,7 @@ class NetworkSettings(Configurable):
     chunk: Annotated[int, Ge(1024), Le(CHUNK)] = CHUNK
     start: NonNegativeFloat | Literal["unlimited"] = 60.0
     min_peers: NonNegativeInt = 1
+    quorum_wait: NonNegativeFloat | Literal["unlimited"] = 3600.0
     linger: NonNegativeFloat | Literal["unlimited"] = 120.0
     lease: Annotated[float, Ge(1)] = 10.0
 
@@ -120,11 +123,11 @@ class NetworkSettings(Configurable):
     @property
     def patience(self) -> Patience:
         """The settings of the node."""
-        return Patience(
-            start=math.inf if isinstance(self.start, str) else self.start,
-            min_peers=self.min_peers,
-            linger=math.inf if isinstance(self.linger, str) else self.linger,
-        )
+        seconds = {
+            name: math.inf if getattr(self, name) == "unlimited" else getattr(self, name)
+            for name in ("start", "quorum_wait", "linger")
+        }
+        return Patience(min_peers=self.min_peers, **seconds)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ A member has the median of its own newest times, with a floor and a cap, so that
 wait longer for others. A member that has not reached a round says so before the asker's patience
 ends, and is asked again; one that holds its answer for longer, or whose own median is a multiple of
 the others', is slow: it is left out for 4, 16, 64, ... rounds. Then it is tried: silent it may be
-for as long as the others need, and it may be a little late, as it was left behind.
+for as long as the others need, and it may be a little late, as it was left behind. Time in which
+this node itself could not work counts against nobody (see `awake`).
 """
 
 import math
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from coterie.net.outbox import Missing
-from coterie.net.transport import WAIT, Delivery
+from coterie.net.transport import Delivery
 
 _NEWEST = 5  # times of a member that are kept
 _ENOUGH = 3  # times without which a median says nothing: the first rounds are slow for everybody
@@ -30,9 +31,9 @@ _START, _FIRST_SHARE, _FIRST_ROOM = 5, 1 / 3, 10.0
 # A member that was slow is behind, because nobody has waited for it: it is given time to come, for
 # so many times what the others take, or this node's training twice, or so many seconds.
 _TRIAL, _TRIAL_ROUNDS, _TRIAL_LEAST = 10.0, 2, 0.5
-# A share of the patience. An honest member has said at WAIT of it that its message is not ready;
-# half of what is left then is for the way of that answer.
-_HELD = (1 + WAIT) / 2
+# A share of the patience. An honest member has said at half of it (WAIT) that its message is not
+# ready; what is left then is for the way of that answer, so that less than a time limit counts.
+_HELD = 0.9
 # A share of the floor below which no median is slow: so little is not worth a member.
 _BEARABLE = 0.6
 # Rounds; each pause is four times the one before, up to 4 ** 8: in a run of 200 rounds a member that
@@ -105,6 +106,7 @@ class Pace:
         self.local: Callable[[], float] = lambda: 0.0
         self._members: dict[str, _Member] = {}
         self._rounds: set[int] = set()  # the first ones with times
+        self._needed, self._wholly = frozenset[str](), False
         self._lock = threading.Lock()
 
     def typical_seconds(self, without: str = "") -> float:
@@ -131,27 +133,41 @@ class Pace:
             own, floor = 0.0, self.floor
             if member.times:
                 own = statistics.median(member.times)
-            elif len(self._rounds) >= _START:
+            elif len(self._rounds) >= _START and not self._is_wholly_needed(peer):
                 floor = max(_FIRST_SHARE * floor, min(floor, _FIRST_ROOM * others))
             wanted = max(floor, _ROOM * others, _ROOM * own)
-            if member.strikes:
-                # Its trials must cost next to nothing.
-                wanted = max(_LEAST, others)
+            if member.strikes and not self._is_wholly_needed(peer):
+                # Its trials must cost next to nothing; but an answer takes its way, and the answer
+                # that a message is not ready half of this patience more.
+                wanted = max(_LEAST, _ROOM * others)
         # Half, so that a member that waited for a slow one itself can still come in time.
         return min(deadline / 2, wanted)
 
     def trial_seconds(self, peer: str, round: int) -> float:
         """Return how long a member may say that it is not ready: infinite if it was not slow."""
         member = self._members.get(peer)
-        if member is None or not member.strikes:
+        if member is None or not member.strikes or self._is_wholly_needed(peer):
             return math.inf
-        if member.until > round:  # left out; a server asks it in passing
-            return 0.0
+        if member.until > round and peer not in self._needed:
+            return 0.0  # left out; a server asks it in passing
         return max(_TRIAL_LEAST, _TRIAL * self.typical_seconds(peer), _TRIAL_ROUNDS * self.local())
+
+    def _is_wholly_needed(self, peer: str) -> bool:
+        return self._wholly and peer in self._needed
 
     def list_slow(self, round: int) -> list[str]:
         """Return the members that are left out in a round."""
         return [name for name, member in list(self._members.items()) if member.until > round]
+
+    def note_needed(self, names: Iterable[str], *, wholly: bool) -> None:
+        """Note the slow members that are asked all the same in the coming round.
+
+        Args:
+            names: the members.
+            wholly: nobody else can be asked, so that they are waited for as if they were not slow;
+                else it is a trial.
+        """
+        self._needed, self._wholly = frozenset(names), wholly
 
     def judge_waits(self, round: int, waits: Iterable[Wait]) -> list[Slow]:
         """Take in what an exchange took; return the members that are slow from now on."""
@@ -161,8 +177,8 @@ class Pace:
             if known is None or (wait.held, wait.seconds) > (known.held, known.seconds):
                 worst[wait.peer] = wait
         late = sum(wait.held for wait in worst.values())
-        # When most of several are late, this node or its network is.
-        own_fault = len(worst) >= 3 and 2 * late > len(worst)
+        # When most of several are late, this node or its network is; also when both of two are.
+        own_fault = late >= 2 and 2 * late > len(worst)
         if not self.floor or own_fault:
             return []
         with self._lock:
@@ -177,8 +193,8 @@ class Pace:
     def _is_slow(self, wait: Wait, round: int) -> bool:
         """Note a member's time; return whether it is slow."""
         member = self._members.setdefault(wait.peer, _Member())
-        if member.until > round and isinstance(wait.found, Missing):
-            return False  # it was asked in passing
+        if member.until > round and (wait.held or isinstance(wait.found, Missing)):
+            return False  # it was asked in passing, or by need: it serves its time already
         if wait.held:
             return True
         if isinstance(wait.found, Missing) and wait.found.reason not in ("not_ready", "timeout"):

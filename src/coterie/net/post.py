@@ -147,6 +147,7 @@ class Post:
             journal,
         )
         self.deadline = deadline or (lambda: self.terms.deadline)
+        self.clock = transport.clock
         self.traffic, self.pace = Traffic(), Pace(self.terms.slow)
         self.ahead: int | None = None
         self.last_round = NO_LAST
@@ -280,7 +281,7 @@ class Post:
             until: when the round goes on without it.
             held: members that have held an answer already; this one is added when it does.
         """
-        began = asked = time.monotonic()
+        began = asked = self.clock()
         patience, trial = (
             self.pace.patience(peer, until - began),
             self.pace.trial_seconds(peer, address.round),
@@ -293,7 +294,7 @@ class Post:
             found = self._ask_once(peer, address, template, left, min(patience, left))
             late = whole and bool(self.pace.floor) and was_held(found, patience)
             ready = isinstance(found, Delivery) or found.reason != "not_ready"
-            asked = time.monotonic()
+            asked = self.clock()
             if ready or peer in held or not self.pace.floor or until - asked < _SHORT:
                 # One that was slow, and is not there when its trial ends, is slow again.
                 late |= not ready and until < whole_round
@@ -309,13 +310,13 @@ class Post:
         Few of one member are asked for at a time, and each member has its own turn, so a member
         that does not answer delays only its own messages, and only as long as its pace allows.
         """
-        until, waits, held = time.monotonic() + seconds, list[Wait](), set[str]()
+        until, waits, held = self.clock() + seconds, list[Wait](), set[str]()
 
         def fetch_one(address: Address) -> Delivery | Missing:
             if address.client not in self.host_of:
                 return Missing("removed")
             host = self.host_of[address.client]
-            if time.monotonic() >= until or host in held:
+            if self.clock() >= until or host in held:
                 return Missing("timeout")
             waits.append(self._fetch_patiently(host, address, template, until, held))
             return waits[-1].found

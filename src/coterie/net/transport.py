@@ -51,6 +51,8 @@ class Transport(Protocol):
     name: str
     last_questions: dict[str, float]
     """When each other member has put its newest question here, by the monotonic clock."""
+    clock: Callable[[], float]
+    """Seconds in which this node could receive: patience with others is measured in them."""
 
     def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
         """Store a message for later requests; from the first one on, this node counts as alive."""
@@ -104,8 +106,11 @@ class Transport(Protocol):
         ...
 
 
-WAIT = 0.8
-"""The share of an asker's patience for which a peer may hold its question."""
+WAIT = 0.5
+"""The share of an asker's patience for which a peer may hold its question.
+
+The rest is for the way of its answer, on a far link or between machines with too much to do.
+"""
 
 
 def assemble_delivery(
@@ -153,7 +158,7 @@ class InProcess:
     """
 
     def __init__(self, hub: Hub, name: str) -> None:
-        self.hub, self.name, self.outbox = hub, name, Outbox()
+        self.hub, self.name, self.outbox, self.clock = hub, name, Outbox(), time.monotonic
         self._announced = False
         self.last_questions: dict[str, float] = {}
         self._head: HeadSource | None = None

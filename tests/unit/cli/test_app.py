@@ -20,7 +20,7 @@ from coterie import __version__
 from coterie._util import manifest
 from coterie.cli import _catalog
 from coterie.cli import app as app_module
-from coterie.errors import ClockError
+from coterie.errors import ClockError, QuorumError
 from coterie.methods import METHODS, registry
 from coterie.results.coverage import IncompleteStudyWarning
 from coterie.studies import config
@@ -228,6 +228,13 @@ def test_a_clock_that_is_not_set_yet_has_a_status_that_services_start_again_on(c
     assert "RestartPreventExitStatus=2\n" in unit
     assert "Restart=on-failure\n" in unit
     assert capsys.readouterr().err == "coterie: it is 1970: wait\n"
+
+
+def test_a_quorum_that_is_over_has_a_status_of_its_own(capsys):
+    with pytest.raises(SystemExit) as ended:
+        app_module._exit_with_error(QuorumError("0 of 2 are here"))
+    assert ended.value.code == app_module.TOO_FEW == 5
+    assert capsys.readouterr().err == "coterie: 0 of 2 are here\n"
 
 
 def test_a_full_disk_is_one_line_that_says_how_to_go_on(coterie, monkeypatch):

@@ -12,7 +12,6 @@ import torch
 
 from coterie.errors import ExchangeError, TransportError
 from coterie.exchange.base import Message, PeersMissing, Reply, ReplyForm
-from coterie.net import exchange as remote
 from coterie.net import local
 from coterie.net.outbox import Missing
 from coterie.net.payload import Template
@@ -122,7 +121,7 @@ def test_of_one_member_a_few_messages_are_asked_for_at_a_time(network):
 
 
 def test_a_peer_that_does_not_come_to_the_round_in_time_is_masked(network):
-    """Its outbox holds the question for 0.8 of the deadline and then says that it is not ready."""
+    """Its outbox holds the question for half of the deadline and then says that it is not ready."""
     _, (a, b), events = network(2, deadline=0.1)
     begin(a)
     publish(b)
@@ -161,7 +160,7 @@ def test_a_round_has_one_deadline_however_often_its_peers_are_drawn_again(networ
     publish(d)
     c.post.transport.close()
     clock, left, gather = SimpleNamespace(now=100.0), [], a.post.fetch_all
-    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(a.post, "clock", lambda: clock.now)
 
     def slow(wanted, template, seconds):
         left.append(seconds)

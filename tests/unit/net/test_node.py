@@ -469,6 +469,28 @@ def test_a_node_that_is_done_stays_so_long_after_the_last_change(
     assert len(asks) == asked
 
 
+def test_a_node_that_is_done_stays_for_members_that_took_part_and_are_away(networks, monkeypatch):
+    """n1 was met and n2 was seen; n3 was neither. n1 comes back, and n2 does not: it is not waited for without end."""
+    node, now, asks = networks("random").node(0), [0.0], []
+    node._met, node.exchange._seen = frozenset({"n1"}), frozenset({"n2"})
+
+    def ask_heads(names):
+        asks.append(now[0])
+        return {"n1": SimpleNamespace(state="done", round=4)} if len(asks) == 2 else {}
+
+    def wait(seconds):
+        now[0] += 9.0
+        return False
+
+    monkeypatch.setattr(node, "ask_heads", ask_heads)
+    monkeypatch.setattr(node.transport, "alive_members", frozenset)
+    monkeypatch.setattr(node, "_stop", SimpleNamespace(wait=wait, set=lambda: None))
+    monkeypatch.setattr("coterie.net.node.time", SimpleNamespace(monotonic=lambda: now[0]))
+    node._linger()
+    # n1 at 9 s, and gone at 18 s: until 18 + 20.
+    assert asks == [0.0, 9.0, 18.0, 27.0, 36.0]
+
+
 def test_the_time_of_a_run_is_that_of_all_its_starts(networks):
     node = networks("random").node(0)
     node._earlier = {}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from coterie.errors import QuorumError
 from coterie.methods import METHODS
 from coterie.net import local, nodefile, process
 from coterie.net.log import Log, format_samples
@@ -145,7 +146,94 @@ def test_who_asks_nobody_by_its_method_is_not_alone(six, tmp_path):
     assert process._find_status(tmp_path / "n0") == 0
 
 
-def test_start_may_be_unlimited():
-    patience = nodefile.NetworkSettings(start="unlimited", min_peers=3).patience
-    assert patience.start == float("inf")
-    assert patience.min_peers == 3
+def test_waits_may_be_unlimited():
+    patience = nodefile.NetworkSettings(
+        start="unlimited", min_peers=3, quorum_wait="unlimited"
+    ).patience
+    assert (patience.start, patience.min_peers) == (float("inf"), 3)
+    assert (patience.quorum_wait, patience.linger) == (float("inf"), 120.0)
+
+
+# ---------------------------------------------------------------- a quorum that is over
+
+
+def test_a_run_that_has_begun_waits_so_long_for_its_quorum_and_then_ends(six):
+    network = six(quorum_wait=0.3)
+    node = network.node(0)
+    node.exchange.set_away(node.other_members)
+    node.loop.next_round = 2
+    with pytest.raises(QuorumError, match=r"0 of 1 other members .* for 0 s .quorum_wait.*2 of 4"):
+        node._await_quorum()
+    assert len(network.events(0, "waiting")) == 1
+
+
+def test_members_that_were_done_and_have_left_are_not_waited_for(six):
+    """n1 to n4 say that they are done, and n5 goes on: it alone can still come."""
+    network = six(min_peers=2)
+    node, others = network.node(0), [network.node(number) for number in range(1, 6)]
+    for other in others:
+        other._start_answering()
+        other._state = "running" if other is others[-1] else "done"
+        other.loop.next_round = 2
+    node.loop.next_round = 2
+    assert len(node.ask_heads(node.other_members)) == 5
+    for other in others:
+        other.transport.close()
+    node.exchange.set_away(node.other_members)
+    with pytest.raises(QuorumError, match="n1, n2, n3, n4 said that they are done, and have left"):
+        node._await_quorum()
+    node.patience = Patience(min_peers=1, quorum_wait=0.1)
+    with pytest.raises(QuorumError, match=r"for [0-9] s"):  # n5 could come, and does not
+        node._await_quorum()
+
+
+def test_a_member_that_is_done_and_begins_again_is_waited_for(six):
+    network = six(min_peers=1)
+    node, other = network.node(0), network.node(1)
+    other._start_answering()
+    other._state = "done"
+    node.ask_heads(["n1"])
+    assert node._done == {"n1"}
+    other._state = "running"
+    node.ask_heads(["n1", "n2"])
+    assert node._done == frozenset()
+
+
+def test_a_node_that_is_killed_and_comes_back_when_the_others_are_done_finishes(six):
+    """n5 does two rounds and goes; the others end theirs, stay for it, and it ends the run with their messages."""
+    network = six(start=5.0, linger=30.0)
+    killed = threading.Event()
+
+    def die(node: Node) -> None:
+        run_next = node.loop.run_next_round
+
+        def run_or_die() -> None:
+            if node.loop.next_round == 2:
+                killed.set()
+                raise SystemExit
+            run_next()
+
+        node.loop.run_next_round = run_or_die
+
+    def life(node: Node) -> None:
+        node.run()
+        node.transport.close()
+
+    with ThreadPoolExecutor(7) as pool:
+        nodes = [network.node(number) for number in range(6)]
+        die(nodes[5])
+        runs = [pool.submit(life, node) for node in nodes]
+        assert killed.wait(30)
+        with pytest.raises(SystemExit):
+            runs[5].result(10)
+        nodes[5].close()
+        nodes[5].transport.close()
+        until(lambda: all(network.events(number, "staying") for number in range(5)))
+        assert network.events(0, "staying")[0]["text"] == "until n5 are done"
+        again = network.node(5)
+        pool.submit(life, again).result(30)
+        for run in runs[:5]:
+            run.result(30)
+    assert again.loop.is_finished
+    assert again.loop.next_round == network.plan.settings.rounds
+    assert network.events(5, "done")

@@ -70,8 +70,8 @@ def test_one_members_times_change_nobody_elses_patience():
 
 
 def test_an_answer_is_held_that_comes_later_than_an_honest_not_ready():
-    """Of 10 s of patience 8 are for waiting, and one of the two others for the way."""
-    assert WAIT == 0.8
+    """Of 10 s of patience 5 are for waiting, and four of the others for the way."""
+    assert WAIT == 0.5
     assert was_held(delivery(9.5), 10.0)
     assert was_held(Missing("timeout"), 10.0)
     assert not was_held(delivery(8.5), 10.0), "a large message that began in time"
@@ -86,7 +86,7 @@ def test_a_held_answer_leaves_a_member_out_for_4_16_and_64_rounds():
         assert (slow.peer, slow.seconds, slow.until) == ("d", 2.9, until)
         assert known.list_slow(until - 1) == ["d"]
         assert known.list_slow(until) == []
-    assert known.patience("d", 60.0) == 0.1, "then as long as for the others"
+    assert known.patience("d", 60.0) == 3 * 0.1, "then thrice what the others take"
     assert known.trial_seconds("d", 95) == 1.0
     assert known.trial_seconds("d", 94) == 0.0, "while it is left out"
     known.local = lambda: 4.0
@@ -166,6 +166,14 @@ def test_when_most_are_late_nobody_is_slow():
     assert len(known.judge_waits(0, [*late[:2], wait("c", 0.1), wait("d", 0.1)])) == 2
 
 
+def test_when_both_of_two_are_late_neither_is_slow_and_one_alone_is():
+    """A node of three that was starved: it blames nobody."""
+    late = [wait(name, 3.0, held=True) for name in "ab"]
+    assert pace(2).judge_waits(0, late) == []
+    assert len(pace(2).judge_waits(0, [late[0], wait("b", 0.1)])) == 1
+    assert len(pace(2).judge_waits(0, late[:1])) == 1
+
+
 @pytest.mark.parametrize(("others", "most"), [(1, 0), (2, 1), (3, 1), (7, 3)])
 def test_at_most_half_of_the_others_are_slow_at_a_time(others, most):
     known = pace(others)
@@ -179,6 +187,21 @@ def test_members_that_are_away_are_not_slow():
     for round in range(9):
         away = Missing("unreachable")
         assert known.judge_waits(round, [wait("d", 3.0, found=away)]) == []
+
+
+def test_a_slow_member_that_is_needed_is_tried_or_waited_for_and_not_slow_again_for_it():
+    known = pace(2, a=[0.1] * 5, b=[0.1] * 5)
+    assert len(known.judge_waits(5, [wait("b", 3.0, held=True), wait("a", 0.1)])) == 1
+    assert (known.patience("b", 60.0), known.trial_seconds("b", 6)) == (3 * 0.1, 0.0)
+    known.note_needed("b", wholly=False)
+    assert (known.patience("b", 60.0), known.trial_seconds("b", 6)) == (3 * 0.1, 1.0)
+    known.note_needed("b", wholly=True)
+    assert (known.patience("b", 60.0), known.trial_seconds("b", 6)) == (3.0, float("inf"))
+    for found in (SOON, Missing("timeout"), Missing("not_ready")):
+        assert known.judge_waits(6, [wait("b", 0.3, held=True, found=found)]) == []
+    assert known.list_slow(9) == ["b"]
+    assert known.list_slow(10) == [], "its pause is that of its first time"
+    assert known.patience("a", 60.0) == 3.0
 
 
 # ---------------------------------------------------------------- in the exchange
@@ -268,6 +291,24 @@ def test_a_member_that_was_slow_and_does_not_come_is_slow_again(network):  # noq
     assert pull(a, 1, 2).mask.tolist() == [[False, True]]
     assert 0.4 < time.monotonic() - began < 1.5
     assert [event["until"] for event in events if event["event"] == "slow"] == [26]
+
+
+def test_slow_members_are_asked_where_fewer_than_two_others_could_be(network):  # noqa: F811
+    """n3 is slow. With n1 and n2 it is left out; with one of them it is tried; alone it is waited for."""
+    _, (a, *_), _ = network(4, deadline=20.0, slow=3.0)
+    paces = a.post.pace
+    paces.judge_waits(0, [wait("n3", 2.0, held=True), wait("n1", 0.01), wait("n2", 0.01)])
+    everybody = torch.ones(1, 4, dtype=torch.bool)
+    for readable, asked, patience in (
+        ([True, True, True, True], [True, True, True, False], 0.05),
+        ([True, True, False, True], [True, True, True, True], 0.05),
+        ([True, False, False, True], [True, True, True, True], 3.0),
+        ([True, True, True, True], [True, True, True, False], 0.05),
+    ):
+        begin(a, 2)
+        a.readmit_slow(everybody & torch.tensor(readable))
+        assert a.reachable_clients().tolist() == asked
+        assert paces.patience("n3", 20.0) == patience
 
 
 def test_who_is_missing_is_named(network):  # noqa: F811
@@ -396,6 +437,20 @@ def test_a_client_that_is_always_late_is_left_out_by_its_server(tmp_path):
     served = [event for event in fleet.events("serve") if event.get("missing")]
     assert {name for event in served for name in event["members"]} == {"n3"}
     assert len([event for event in fleet.events("round_missed") if event["node"] == "n3"]) >= 1
+
+
+@pytest.mark.full
+def test_no_round_of_three_is_done_alone_because_a_member_was_slow(tmp_path):
+    """n2 holds every answer: the others name it, and ask it in every round all the same."""
+    fleet = Fleet(tmp_path, "random", 3, 12, slow=0.4)
+    drip(fleet.nodes[2].exchange)
+    fleet.run(dict.fromkeys(range(3), 0.02))
+    assert fleet.events("alone") == []
+    assert {event["peer"] for event in fleet.events("slow") if event["node"] == "n0"} == {"n2"}
+    journal = (tmp_path / "n0" / "arrivals.jsonl").read_text().splitlines()
+    lines = [json.loads(line) for line in journal]
+    asked = {line["round"] for line in lines if 2 in line.get("asked", ())}
+    assert asked >= set(range(12)), "a pause of its first time, or of its second, is longer"
 
 
 # ---------------------------------------------------------------- over sockets
