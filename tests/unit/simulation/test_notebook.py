@@ -5,8 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from coterie.methods import Local
 from coterie.simulation import notebook
 from coterie.simulation.notebook import Bar, open_bar
+from coterie.simulation.run import simulate
+from coterie.testing import tiny_federation, tiny_settings
 
 
 class Display:
@@ -100,4 +103,21 @@ def test_there_is_a_bar_in_the_kernel_of_a_notebook_alone(monkeypatch):
     monkeypatch.delitem(sys.modules, "IPython")
     with open_bar(4, "runs", "") as bar:
         assert bar is None
+    assert display.shown == []
+
+
+def test_a_run_in_a_notebook_shows_its_rounds_and_its_engine(monkeypatch):
+    """Without an observer; with one nothing is shown."""
+    display = pretend(monkeypatch, SimpleNamespace(kernel=1))
+    given = {"model": "linear", "settings": tiny_settings(rounds=2, engine="loop"), "seed": 3}
+    simulate(tiny_federation(), Local(), **given)
+    first, last = display.shown[0].splitlines(), display.shown[-1].splitlines()
+    assert first == ["0 of 2 rounds"]
+    assert last[0] == "2 of 2 rounds"
+    assert last[1].startswith("local")
+    assert "round 2/2" in last[1]
+    assert last[2].startswith("engine: loop, one client after another")
+    assert len(last) == 3
+    display.shown.clear()
+    simulate(tiny_federation(), Local(), observer=lambda _: None, **given)
     assert display.shown == []

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError
-from coterie.exchange.base import Message
+from coterie.exchange.base import Inbox, Message
 from coterie.exchange.in_memory import InMemory
 from coterie.methods.dac import Dac
+from coterie.methods.fedavg import FedAvg
 from coterie.methods.local import Local
 from coterie.methods.panm import PanmGrad, PanmLoss
 from coterie.methods.random_gossip import Random
@@ -476,3 +477,89 @@ def test_clients_that_ask_nobody_act_together(monkeypatch):
         settings=tiny_settings(schedule="sequential_exchange", rounds=1, check=False), seed=0,
     )  # fmt: skip
     assert calls == [6, 6]
+
+
+# ---------------------------------------------------------------- boards
+
+
+@pytest.mark.parametrize("broadcast", ["best", "last"])
+def test_stopped_clients_keep_publishing_their_best_or_their_last_models(broadcast):
+    loop = started(Told(2), schedule="sequential", patience=1, stopped_broadcast=broadcast)
+    assert loop._make_standing_messages(loop.method) == []
+    stopped = torch.zeros(CLIENTS, dtype=torch.bool)
+    stopped[[1, 6]] = True
+    best = loop.state.params + 1
+    loop.tracker = dataclasses.replace(loop.tracker, stopped=stopped, best=best)
+    shown = (best if broadcast == "best" else loop.state.params)[[1, 6]]
+    empty, models = loop._make_standing_messages(loop.method)
+    assert (empty.ids.tolist(), models.ids.tolist()) == ([1, 6], [1, 6])
+    assert empty.params.shape == (2, 0)
+    assert torch.equal(models.params, shown)
+    # Those who go on read them, and nobody changes them.
+    before = loop.state.params.clone()
+    loop.run_next_round()
+    assert torch.equal(loop.state.params[[1, 6]], before[[1, 6]])
+    assert not torch.equal(loop.state.params[0], before[0])
+
+
+def message(first: float, *ids: int) -> Message:
+    rows = torch.tensor([[first + row, 0.0] for row in range(len(ids))])
+    return Message(rows, {"loss": rows[:, 0] * 10}, torch.tensor(ids))
+
+
+def test_a_board_has_those_who_act_and_then_those_who_stopped():
+    board = dataclasses.replace(message(1.0, 0, 2), ids=None)
+    ids = torch.tensor([0, 2])
+    alone = _sequential._add_standing_message(board, ids, None)
+    assert alone.ids.tolist() == [0, 2]
+    both = _sequential._add_standing_message(board, ids, message(7.0, 5, 3))
+    assert both.ids.tolist() == [0, 2, 5, 3]
+    assert both.params[:, 0].tolist() == [1, 2, 7, 8]
+    assert both.fields["loss"].tolist() == [10, 20, 70, 80]
+
+
+def read(inbox: Inbox) -> list[float]:
+    """The first number of each model that the first reader received."""
+    return inbox.table[inbox.index[0], 0].tolist()
+
+
+def test_a_table_shows_what_was_published_until_its_owner_acts():
+    source = message(1.0, 0, 1, 2)
+    live = _sequential.LiveExchange([source, source], 3)
+    assert live.boards[0].params.data_ptr() == live.boards[1].params.data_ptr(), "one copy"
+    live.begin_round(Rng(0))
+    live.set_active(torch.tensor([0]))
+    peers = torch.tensor([[2, 1]])
+    own = Message(source.params[:1], {"loss": source.fields["loss"][:1]})
+    assert read(live.pull(own, peers)) == [3, 2]
+    live.update(torch.tensor([1]), [message(9.0, 1)] * 2)
+    found = live.pull(own, peers)
+    assert read(found) == [3, 9]
+    assert found.field_by_slot("loss")[0].tolist() == [30, 90]
+    assert source.params[:, 0].tolist() == [1, 2, 3], "a copy of what was given"
+    with pytest.raises(ConfigError, match="more often in a round than the 2 exchanges"):
+        live.pull(own, peers)
+    live.set_active(torch.tensor([1]))
+    for wrong in (Message(source.params[:1]), Message(source.params[:1, :1], own.fields)):
+        live.set_active(torch.tensor([0]))
+        with pytest.raises(ConfigError, match="exchange 0 of a round publishes models of"):
+            live.pull(wrong, peers)
+
+
+def test_a_table_has_no_server_and_lets_everybody_take_part():
+    live = _sequential.LiveExchange([message(1.0, 0)], 1)
+    with pytest.raises(ConfigError, match="a sequential schedule is for peer-to-peer methods"):
+        live.ask_server(message(1.0, 0), print, None)
+    assert live.agree_on_cohort(lambda: torch.tensor([0])).tolist() == [0]
+
+
+def test_a_method_with_a_server_has_no_such_schedule():
+    with pytest.raises(ConfigError, match="'sequential' is for peer-to-peer methods; fedavg has"):
+        started(FedAvg(), schedule="sequential")
+
+
+def test_reports_of_waves_are_in_the_order_of_rows():
+    rows = [torch.tensor([2, 0]), torch.tensor([1])]
+    infos = [{"x": torch.tensor([20, 0])}, {"x": torch.tensor([10])}]
+    assert _sequential._join_reports(infos, rows)["x"].tolist() == [0, 10, 20]
+    assert _sequential._join_reports([], []) == {}
