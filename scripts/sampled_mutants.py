@@ -21,8 +21,9 @@ while that of `scripts/mutants.py` speaks of a list. The changes:
     no result          a function returns None
 
 What messages say, assertions, decorators and annotations are not changed. A fault is tried with the
-tests of `make test` that belong to its module: its own examples, those that name it, those of its
-package, and those that tests/mutants names for the package. A change after which the program does the same is listed
+tests of `make test` that belong to its module: its own examples, those that name it, the one that
+tests/unit/test_tree.py lists for it, those of its package, and those that tests/mutants names for
+the package. A change after which the program does the same is listed
 in tests/mutants/equivalent with its reason and counts neither as noticed nor as survived. The exit
 status is 0 when each package reaches the aim, 1 when not, 2 when the tests cannot be used.
 """
@@ -224,6 +225,9 @@ def find_tests(root: Path, package: str, file: str) -> tuple[str, ...]:
     module = file.removeprefix("src/").removesuffix(".py").replace("/", ".")
     folder = root / "tests/unit" / package
     near, named, mentioning, others = [], [], [], []
+    listed = load_listed_tests(root).get(file.removeprefix("src/coterie/").removesuffix(".py"))
+    if listed is not None:
+        named.append(f"tests/{listed}")
     for path in sorted((root / "tests").glob("*/**/test_*.py")):
         name = str(path.relative_to(root))
         if name.split("/")[1] not in ("unit", "contract", "properties"):
@@ -246,6 +250,17 @@ def find_tests(root: Path, package: str, file: str) -> tuple[str, ...]:
         if test.partition("::")[0] not in found:
             found[test] = None
     return tuple(found)
+
+
+def load_listed_tests(root: Path) -> dict[str, str]:
+    """Return the test of each module that has none beside its name, as tests/unit/test_tree.py lists it."""
+    path = root / "tests/unit/test_tree.py"
+    if not path.exists():  # another project than this one
+        return {}
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ELSEWHERE":
+            return ast.literal_eval(node.value)
+    raise mutants.Unusable(f"{path}: expected a table ELSEWHERE")
 
 
 def load_reasons(root: Path) -> dict[tuple[str, str, str], str]:

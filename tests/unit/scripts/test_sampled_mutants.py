@@ -117,6 +117,9 @@ def test_the_tests_of_a_module_are_those_that_name_it_and_those_of_its_package()
     assert packing in sampled_mutants.find_tests(mutants.ROOT, "cluster", packing)
     slurm = "src/coterie/cluster/slurm.py"
     assert slurm not in sampled_mutants.find_tests(mutants.ROOT, "cluster", slurm)
+    # A module without a test beside its name has the one that the list of the tree names.
+    setup = sampled_mutants.find_tests(mutants.ROOT, "net", "src/coterie/net/setup.py")
+    assert setup[0] == "tests/unit/cli/test_net.py"
 
 
 def test_listed_equivalent_changes_are_of_the_code_as_it_is():
