@@ -95,6 +95,12 @@ def _compare_scores(
     ):
         return "outputs are random in evaluation: scores at home are others"
     scores = _score(plain, federation, test)
+    # Rounding makes no number infinite that the type can hold: what became so was beyond its range.
+    if types and not math.isfinite(scores[LOSS.name]) and _has_infinite_weights(module):
+        return (
+            f"the weights of client {name} are too large for the module's type "
+            f"({', '.join(sorted(map(str, types)))}): its model diverged, and at home it has none"
+        )
     if not math.isfinite(scores[LOSS.name]) and not math.isfinite(reported.get(LOSS.name, 0.0)):
         return f"the outputs of client {name} are not finite: its model diverged"
     for metric, value in scores.items():
@@ -116,6 +122,10 @@ def _compare_scores(
             )
         compared[metric] = max(compared.get(metric, 0.0), gap)
     return ""
+
+
+def _has_infinite_weights(module: nn.Module) -> bool:
+    return any(one.isinf().any() for one in module.parameters() if one.is_floating_point())
 
 
 def _score(plain: PlainModule, federation: Federation, test: TestSet) -> dict[str, float]:

@@ -323,6 +323,38 @@ def test_an_export_that_is_another_model_is_named(monkeypatch, metric):
         coterie.simulate(DATA, Local(), model=stack(relu), settings=evaluated)
 
 
+HUGE = Settings(
+    rounds=1, dtype="float64", warmup_epochs=0, evaluate="final",
+    local=replace(LOCAL, optimizer="sgd", momentum=0.0, lr=1e60),
+)  # fmt: skip
+
+
+def test_weights_beyond_the_range_of_the_modules_type_are_a_line_and_no_error(tmp_path):
+    """A float64 run that diverges to 1e60 has a finite loss; no module of float32 can have its weights."""
+    run = coterie.simulate(DATA, Local(), model=stack(relu), settings=HUGE, folder=tmp_path / "r")
+    assert run.metrics["value"].abs().max() > 1e40
+    told = json.loads((tmp_path / "r" / "provenance.json").read_text())["check"]["home"]
+    assert any("too large for the module's type (torch.float32)" in one for one in told["lines"])
+    # A module of the run's own type takes them home.
+    wide = coterie.simulate(DATA, Local(), model=lambda: stack(relu)().double(), settings=HUGE)
+    assert all(one.isfinite().all() for one in wide.model(0).parameters())
+
+
+def test_weights_that_an_export_makes_no_numbers_are_named(monkeypatch):
+    collect = stored.Models.model
+
+    def spoil(self, client, which="evaluated"):
+        module = collect(self, client, which)
+        with torch.no_grad():
+            list(module.parameters())[-1].fill_(torch.nan)
+        return module
+
+    monkeypatch.setattr(stored.Models, "model", spoil)
+    settings = Settings(rounds=1, local=LOCAL, warmup_epochs=0)
+    with pytest.raises(TranslationError, match="taken home of client 0 has"):
+        coterie.simulate(DATA, Local(), model=stack(relu), settings=settings)
+
+
 # ---------------------------------------------------------------- no false alarm
 
 IMAGES = coterie.from_arrays(
