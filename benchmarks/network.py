@@ -8,6 +8,7 @@
     python benchmarks/network.py churn        twelve nodes: four killed, two restarted, one cut off
     python benchmarks/network.py churn-pens   the same with PENS instead of DAC
     python benchmarks/network.py partition    six nodes: the link between two halves fails for 20 s
+    python benchmarks/network.py troubles     twelve nodes 200 ms apart: killed, frozen, disk full
     python benchmarks/network.py soak         three nodes, 800 rounds: memory, threads, open files
     python benchmarks/network.py hour         three nodes for `--minutes`: the same, and logs
     python benchmarks/network.py slow         a model of 20 MB over a link of 20 Mbit/s
@@ -20,7 +21,7 @@
     python benchmarks/network.py bytes        bytes that the cost model predicts, and bytes counted
 
 Results are JSON in docs/reference/runs. `churn`, `partition` and `slow` need root and iproute2, for
-network namespaces.
+network namespaces; `troubles` needs root and faketime.
 """
 
 import argparse
@@ -43,6 +44,7 @@ import network_pace
 import network_parity
 import network_roster
 import network_soak
+import network_troubles
 import torch
 
 from coterie._util.origin import describe_machine, write_results
@@ -57,6 +59,7 @@ MEASUREMENTS = {
     "churn": network_churn.churn,
     "churn-pens": partial(network_churn.churn, method="pens"),
     "partition": network_churn.partition,
+    "troubles": network_troubles.troubles,
     "soak": network_soak.soak,
     "hour": network_soak.soak_for,
     "slow": network_links.slow,

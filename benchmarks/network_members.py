@@ -7,6 +7,7 @@ node` with its default settings.
 
 import json
 import shutil
+import socket
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ import numpy as np
 import pandas as pd
 
 from coterie.data.build import build_federation
+from coterie.errors import TransportError
 from coterie.net import fleet, setup
 from coterie.net import roster as rosters
 from coterie.studies import config
@@ -193,6 +195,9 @@ class OldKey(Attacker):
 
     def attack(self, data: stranger.Data) -> None:
         """Ask for heads and models, and publish, whether or not a node receives it."""
+        # A door at which nobody listens yet refuses no key.
+        for client in (0, 1):
+            await_listener(self.roster.members[host(self, client)]["address"])
         self.publish(stranger.Address("model", 0, 0, self.client), "", {})
         for round in range(3):
             for client in (0, 1):
@@ -266,6 +271,19 @@ ATTACKS: dict[str, type[Attacker]] = {
     "server, rows": ServerRows,
     "server, names": ServerNames,
 }
+
+
+def await_listener(address: str) -> None:
+    """Wait until somebody listens at an address."""
+    name, port = address.rsplit(":", 1)
+    until = time.monotonic() + START
+    while time.monotonic() < until:
+        try:
+            socket.create_connection((name, int(port)), 1.0).close()
+            return
+        except OSError:
+            threading.Event().wait(0.2)
+    raise TransportError(f"nobody listens at {address}")
 
 
 def credentials(keys: Path, folder: Path, name: str) -> Path:

@@ -98,7 +98,11 @@ def replay(found: Results) -> str:
 
 
 # What the exit statuses of nodes mean.
-STATUSES = {3: "3 (rounds without a message)", None: "none (still there 20 minutes later)"}
+STATUSES = {
+    3: "3 (rounds without a message)",
+    5: "5 (too few others)",
+    None: "none (still there 20 minutes later)",
+}
 
 
 def lived_through(found: Results) -> str:
@@ -135,6 +139,33 @@ def lived_through(found: Results) -> str:
         f"{result['nodes']} nodes with {result['method']}, {result['rounds']} rounds, each in a network namespace of "
         f"its own. Events, in seconds after the third round: {timeline}.\n\n"
         + table(("", "found"), rows)
+    )
+
+
+def troubled(found: Results) -> str:
+    """Return the part on nodes with troubles of all kinds."""
+    r, others = found[-1], found[-1]["others"]
+    unharmed = r["unharmed_accuracy"]
+    rows = [
+        (t["node"], t["what"], "–" if t["first"] is None else t["first"],
+         "–" if t["last"] is None else STATUSES.get(t["last"], t["last"]), t["rounds"], t["named_slow"])
+        for t in r["troubles"]
+    ]  # fmt: skip
+    rest = ", ".join(str(STATUSES.get(s, s)) for s in others["statuses"])
+    rounds = range_of(others["rounds"])
+    rows.append(("the others", "none", "–", rest, rounds, others["named_slow"]))
+    head = ("node", "its trouble", "exit status then", "exit status at the end", f"rounds done of {r['rounds']}",
+            "times that the others named it slow")  # fmt: skip
+    told = "; ".join(f"{what}: {times}" for what, times in others["warnings"].items())
+    timeline = "; ".join(f"{e['event']} ({e['at']:g} s)" for e in found[:-1])
+    return (
+        f"{r['nodes']} nodes with dac, {r['rounds']} rounds. Every connection goes through a relay that delays each "
+        f"direction by {r['delay_s']:g} s. Events, in seconds after the third round: {timeline}.\n\n"
+        + table(head, rows)
+        + f"\n\nA round of the others took {r['median_round_s']:g} s (median) and at most {r['longest_round_s']:g} s; "
+        f"their warnings: {told}. Test accuracy of all nodes that finished: {r['accuracy']:.2f} %; of the same "
+        f"clients in {len(unharmed)} undisturbed runs {min(unharmed):.2f} to {max(unharmed):.2f} %. Replay from the "
+        f"journals, largest difference: {number(r['replay_difference'])}."
     )
 
 
@@ -373,6 +404,7 @@ SECTIONS = (
     ("Churn", "network/churn", lived_through),
     ("Churn with PENS", "network/churn-pens", lived_through),
     ("Partition", "network/partition", lived_through),
+    ("Twelve nodes with troubles", "network/troubles", troubled),
     ("New keys and removals under load", "network/renewals", renewed),
     ("Honest nodes under load", "network/alarms", alarms),
     ("Floods and held connections", "network/floods", flooded),

@@ -10,6 +10,8 @@ thread, so that a question that waits for its message costs no thread.
 
 import asyncio
 import json
+import math
+import ssl
 import threading
 import time
 from collections import Counter
@@ -62,6 +64,7 @@ _IDLE = 60.0  # seconds after which a link that is not used is closed
 _PAUSE = 10.0  # seconds between two events of the same refusal: nobody fills the log from outside
 # how often a member's coming and going is logged, in how many seconds
 _CHANGES, _WITHIN = 20, 200.0
+_ENDED = "its certificate is over; it needs a new one"
 _LOOPBACK = ("127.", "::1", "localhost")
 _READY, _IDLING, _FAILED, _OVER = (
     grpc.ChannelConnectivity.READY,
@@ -132,6 +135,7 @@ class _Link:
         used: when it was used last.
         calls: questions that are open on it.
         missing: why the member cannot be reached now, if it could not be dialed.
+        inspected: when it was looked at who answers there.
     """
 
     channel: grpc.aio.Channel
@@ -140,6 +144,7 @@ class _Link:
     calls: int = 0
     missing: Missing | None = None
     watch: asyncio.Task[None] | None = None
+    inspected: float = -math.inf
 
 
 class _Limit:
@@ -147,16 +152,16 @@ class _Limit:
 
     Args:
         clock: the clock.
-        deadline: seconds for the whole.
-        patience: seconds without any part of it; the deadline when None.
+        end: when the whole is over.
+        patience: seconds without any part of it; until the end when None.
 
     Raises:
         TimeoutError: at the end of the block.
     """
 
-    def __init__(self, clock: AwakeClock, deadline: float, patience: float | None) -> None:
-        self._clock, self._patience = clock, deadline if patience is None else patience
-        self._end = clock() + deadline
+    def __init__(self, clock: AwakeClock, end: float, patience: float | None) -> None:
+        self._clock, self._end = clock, end
+        self._patience = math.inf if patience is None else patience
         self._limit, self._loop = asyncio.timeout(None), asyncio.get_running_loop()
         self.note_part()
 
@@ -226,8 +231,10 @@ class GrpcTransport:
         turned_away: numbers of questions that were refused, by reason: "not_on_roster" (a
             certificate of the run's authority whose key is no member's), "expired" (a member's
             certificate that is over), "not_allowed" (what cannot be read, or is of another run) and
-            "too_many" (over the number that one member may have open). A connection without a
-            certificate of the authority ends before anybody is known, and leaves no event.
+            "too_many" (over the number that one member may have open). Also dials that end because
+            a member's certificate is over, or because somebody at its address has another key than
+            its own ("wrong_key"). A connection without a certificate of the authority ends before
+            anybody is known, and leaves no event.
         last_questions: when each other member has put its newest question here, by the monotonic
             clock.
     """
@@ -376,6 +383,18 @@ class GrpcTransport:
                 return missing
         return self._link_to(peer) or Missing("removed")
 
+    async def _await_link(self, link: _Link, seconds: float) -> bool:
+        """Wait so long for a link to come up; return whether it can be used.
+
+        Between far places this takes several ways there and back, and is no silence of the member.
+        """
+        channel, ended = link.channel, (_READY, _FAILED, _OVER)
+        with suppress(TimeoutError, grpc.aio.UsageError):  # it is closed while this waits
+            async with asyncio.timeout(seconds):
+                while (state := channel.get_state(try_to_connect=True)) not in ended:
+                    await channel.wait_for_state_change(state)
+        return channel.get_state() is not _OVER
+
     def _longest_pause(self) -> float:
         """Return the most seconds between two dials: members that are away cost little in all."""
         return max(5.0, 0.1 * len(self._members))  # some ten dials a second
@@ -415,11 +434,39 @@ class GrpcTransport:
             elif state is _FAILED:
                 link.missing = link.missing or Missing("unreachable")
                 self._note_presence(peer, False)
+                if self._identity is not None and time.monotonic() - link.inspected >= _PAUSE:
+                    link.inspected = time.monotonic()
+                    self._start_task(self._inspect(link.member))
             elif state is _IDLING:
                 # It was lost: whether the member is there shows when it is dialed again.
                 channel.get_state(try_to_connect=True)
             await channel.wait_for_state_change(state)
             state = channel.get_state()
+
+    async def _inspect(self, member: Member) -> None:
+        """Log it when a dial ends for the certificate that is shown at a member's address.
+
+        The library says no more than that there is no connection.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        # Anybody is let show a certificate, and is sent nothing.
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.set_alpn_protocols(["h2"])
+        try:
+            async with asyncio.timeout(_CONNECT):
+                _, writer = await asyncio.open_connection(
+                    *split_address(member.address), ssl=context
+                )
+            shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
+            writer.transport.abort()
+            key, end = read_certificate(ssl.DER_cert_to_PEM_cert(shown).encode())
+        except (OSError, TimeoutError, ValueError):  # nobody, or nobody who speaks TLS
+            return
+        if key != member.key:
+            why = "somebody answers at its address, with another key than the roster has for it"
+            self._count_refusal("wrong_key", member.name, why)
+        elif end < time.time():
+            self._count_refusal("expired", member.name, _ENDED)
 
     async def _exchange_presence(self, link: _Link, here: bool, wait: float = 2.0) -> None:
         """Send a member whether this node takes part; its answer is whether that one does."""
@@ -521,11 +568,15 @@ class GrpcTransport:
         """Ask a member for a message, and check it: see `Transport.fetch`."""
         started, at = self.clock(), expect.address
         patience = deadline if patience is None else min(deadline, patience)
-        assembler, size, first = Assembler(expect), 0, 0.0
+        assembler, size, first, asked = Assembler(expect), 0, 0.0, started
+
+        def begin() -> None:
+            nonlocal asked
+            asked = self.clock()
 
         def take(frame: bytes) -> None:
             nonlocal size, first
-            first = first or self.clock() - started
+            first = first or self.clock() - asked
             attachment, chunk = read_frame(frame)
             size += len(attachment) + len(chunk)
             assembler.feed(attachment, chunk)
@@ -539,7 +590,7 @@ class GrpcTransport:
             "wait": round(WAIT * patience, 3),
         }
         try:
-            missing = self._ask(peer, "Message", question, deadline, take, patience)
+            missing = self._ask(peer, "Message", question, deadline, take, patience, begin)
             if missing is not None:
                 return missing
             tensors = assembler.finish()
@@ -591,6 +642,7 @@ class GrpcTransport:
         deadline: float,
         take: Callable[[bytes], None],
         patience: float | None = None,
+        begin: Callable[[], None] = lambda: None,
     ) -> Missing | None:
         """Ask a member, and give the parts of its answer to `take`; return why there is none."""
         known, away = self._links.get(peer), self._away.get(peer)
@@ -600,7 +652,7 @@ class GrpcTransport:
             # The library dials it again; hundreds of such members must cost next to nothing.
             known.used = time.monotonic()
             return known.missing
-        work = self._ask_on_loop(peer, method, question, deadline, take, patience)
+        work = self._ask_on_loop(peer, method, question, deadline, take, patience, begin)
         with self._lock:
             if self._closed:
                 work.close()
@@ -623,12 +675,17 @@ class GrpcTransport:
         deadline: float,
         take: Callable[[bytes], None],
         patience: float | None,
+        begin: Callable[[], None],
     ) -> Missing | None:
         # An address that swallows packets must not cost a round.
         wait = min(_CONNECT, deadline, deadline if patience is None else patience)
+        end = self.clock() + deadline
         link = await self._find_link(peer, max(0.001, wait))
         if isinstance(link, Missing):
             return link
+        if not await self._await_link(link, wait):
+            return Missing("unreachable", None, "the link was closed")
+        begin()
         link.calls += 1
         # Without the library's own time limit, which goes on while this node cannot work.
         call = link.channel.unary_stream(f"/{SERVICE}/{method}")(
@@ -636,7 +693,7 @@ class GrpcTransport:
         )
         try:
             empty = True
-            async with _Limit(self.clock, deadline, patience) as limit:
+            async with _Limit(self.clock, end, patience) as limit:
                 async for part in call:
                     empty = False
                     take(part)
@@ -747,7 +804,7 @@ class GrpcTransport:
             if name is not None and end >= time.time():
                 return name
             if name is not None:
-                self._count_refusal("expired", name, "its certificate is over; it needs a new one")
+                self._count_refusal("expired", name, _ENDED)
             else:
                 self._count_refusal(
                     "not_on_roster",

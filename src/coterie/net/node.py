@@ -364,7 +364,8 @@ class Node:
             for asked in [pool.submit(ask_in_turn) for _ in range(_ASKING)]:
                 asked.result()
         heads_of = {name: head for name in names if (head := found[name]) is not None}
-        self._done = self._done.difference(heads_of) | _list_done(heads_of)
+        done = {name for name, head in heads_of.items() if head.state == "done"}
+        self._done = self._done.difference(heads_of) | done
         return heads_of
 
     @property
@@ -540,13 +541,8 @@ class Node:
         self._met = frozenset(met)
         if self.audit is not None:
             for name, head in met.items():
-                about = {
-                    "inc": head.inc,
-                    "version": head.roster,
-                    "state": head.state,
-                    "round": head.round,
-                }
-                self.audit.record_join(name, self.roster, **about)
+                about = {"inc": head.inc, "version": head.roster, "state": head.state}
+                self.audit.record_join(name, self.roster, **about, round=head.round)
 
     def _catch_up(self) -> None:
         """Jump to the round of the others, who do not wait for a node behind them: see `catchup`.
@@ -567,13 +563,8 @@ class Node:
             claimed, self.plan.settings.rounds - 1, claimed if possible is None else possible
         )
         if target > here >= 0:
-            self.log(
-                "catch_up",
-                level="warning",
-                came_from=here,
-                goes_to=target,
-                **_if_different("claimed", claimed, target),
-            )
+            more = {"claimed": claimed} if claimed != target else {}
+            self.log("catch_up", level="warning", came_from=here, goes_to=target, **more)
             self.loop.skip_rounds(target)
         elif hint is not None:
             # A hint is unsigned: a false one must not cost a question to all members in each
@@ -592,13 +583,9 @@ class Node:
 
     def _seconds_per_round(self) -> float:
         """Seconds that this node has trained in a round so far."""
-        done = (
-            # One more for the warm-up.
-            self.loop.next_round
-            + 1
-            - sum(last + 1 - first for first, last in self.loop.skipped_rounds)
-        )
-        return self._timing()["train_s"] / max(1, done)
+        skipped = sum(last + 1 - first for first, last in self.loop.skipped_rounds)
+        # One more for the warm-up.
+        return self._timing()["train_s"] / max(1, self.loop.next_round + 1 - skipped)
 
     def _make_clock(self) -> catchup.RunClock:
         """The clock of the run: from the checkpoint on, or from when the roster was signed."""
@@ -683,9 +670,8 @@ class Node:
         different = describe_changes(self.roster, new)
         self.log("roster", **different)
         if self.audit is not None:
-            self.audit.record_roster(
-                new, removed=different["removed"], rekeyed=different["rekeyed"]
-            )
+            changes = {what: different[what] for what in ("removed", "rekeyed")}
+            self.audit.record_roster(new, **changes)
         own = self.transport.name
         if own in different["moved"]:
             self.log(
@@ -741,18 +727,14 @@ class Node:
             self.folder, self.loop, self._identity, self._timing(), models.make_files()
         )
         self._state = "done"
-        marked: dict[str, Any] = {
-            name: rounds
-            for name, rounds in (
-                ("skipped", self.loop.skipped_rounds),
-                ("alone", self.loop.alone_rounds),
-            )
-            if rounds
-        }
-        self.log(
-            "done", received=self.post.traffic.received, bytes=self.post.traffic.bytes, **marked
-        )
+        self._log_done()
         self._linger()
+
+    def _log_done(self) -> None:
+        traffic = self.post.traffic
+        marked = {"skipped": self.loop.skipped_rounds, "alone": self.loop.alone_rounds}
+        marked = {name: rounds for name, rounds in marked.items() if rounds}
+        self.log("done", received=traffic.received, bytes=traffic.bytes, **marked)
 
     def _collect_models(self) -> Models:
         """Return the models that are taken home, after their check."""
@@ -775,12 +757,8 @@ class Node:
         self._await_quorum()
         if self._stop.is_set():
             return
-        index, exchanging, began = (
-            self.loop.next_round,
-            self.post.traffic.seconds,
-            time.perf_counter(),
-        )
-        received = self.post.traffic.received
+        index, began, traffic = self.loop.next_round, time.perf_counter(), self.post.traffic
+        exchanging, received = traffic.seconds, traffic.received
         self.log.round, before = index, self._reputation
         try:
             self.loop.run_next_round()
@@ -794,7 +772,7 @@ class Node:
             self._write_journal({"event": "missed", "round": index})
             self.loop.skip_rounds(index + 1)
         # What arrived is of this round, so the others are near.
-        if self.post.traffic.received > received:
+        if traffic.received > received:
             self.clock.note_in_step(index)
         elif self.exchange.is_asking and self.other_members:
             self.loop.note_alone(index)
@@ -802,7 +780,7 @@ class Node:
         # The audit log is synced before the checkpoint: no stored round is missing in it.
         self._write_down(index, before)
         seconds = time.perf_counter() - began
-        exchanging = self.post.traffic.seconds - exchanging
+        exchanging = traffic.seconds - exchanging
         # The newest rounds only, so that the median follows a machine that becomes slower.
         self._local = [*self._local[-20:], seconds - exchanging]
         checkpoint.save(self.folder, self.loop, self._identity, self._timing())
@@ -927,7 +905,7 @@ class Node:
             self.folder, self.loop, self._identity, self._timing(), models.make_files()
         )
         self._state = "done"
-        self.log("done", received=self.post.traffic.received, bytes=self.post.traffic.bytes)
+        self._log_done()
         self._linger()
 
     def _fetch_table(self) -> Tensor:
@@ -1054,59 +1032,33 @@ class Node:
 
     def prometheus_samples(self) -> list[Sample]:
         """Return numbers for Prometheus."""
-        traffic, labels = self.post.traffic, {"node": self.transport.name}
-        out: list[Sample] = [
-            ("coterie_round", "round that is going on", labels, self.loop.next_round),
-            (
-                "coterie_peers_alive",
-                "members that say that they take part",
-                labels,
-                len(self.transport.alive_members()),
-            ),
-            (
-                "coterie_waiting",
-                "1 while fewer than min_peers are there",
-                labels,
-                int(self.is_waiting),
-            ),
-            ("coterie_alone_rounds", "rounds without any message", labels, self.loop.num_alone),
-            ("coterie_received_total", "messages received", labels, traffic.received),
-            ("coterie_received_bytes_total", "bytes received", labels, traffic.bytes),
-            ("coterie_exchange_seconds_total", "time spent exchanging", labels, traffic.seconds),
-        ]
+        out: list[Sample] = []
+
+        def add(name: str, text: str, value: float, **about: str) -> None:
+            labels = {"node": self.transport.name, **about}
+            out.append((f"coterie_{name}", text, labels, value))
+
+        loop, traffic = self.loop, self.post.traffic
+        alive = len(self.transport.alive_members())
+        add("round", "round that is going on", loop.next_round)
+        add("peers_alive", "members that say that they take part", alive)
+        add("waiting", "1 while fewer than min_peers are there", int(self.is_waiting))
+        add("alone_rounds", "rounds without any message", loop.num_alone)
+        add("received_total", "messages received", traffic.received)
+        add("received_bytes_total", "bytes received", traffic.bytes)
+        add("exchange_seconds_total", "time spent exchanging", traffic.seconds)
         for name, (days, _) in rosters.find_ends(self.roster, datetime.now(UTC)).items():
-            about = {**labels, "member": name}
-            out.append(("coterie_certificate_days", "days to a certificate's end", about, days))
+            add("certificate_days", "days to a certificate's end", days, member=name)
         for name, (median, is_slow) in sorted(self.post.pace.describe().items()):
-            about = {**labels, "member": name}
             what = "median of a member's newest times, NaN while it has none"
-            out.append(("coterie_member_seconds", what, about, median))
+            add("member_seconds", what, median, member=name)
             what = "1 for a member that was slow and is asked less often"
-            out.append(("coterie_member_slow", what, about, int(is_slow)))
+            add("member_slow", what, int(is_slow), member=name)
         for reason, number in sorted(traffic.missing.items()):
-            out.append(
-                ("coterie_missing_total", "messages missing", {**labels, "reason": reason}, number)
-            )
-        for name, mean in self.loop.mean_validation().items():
-            what = "newest, mean over clients; NaN when one diverged"
-            out.append((f"coterie_validation_{name}", what, labels, mean))
-        out.append(
-            (
-                "coterie_diverged",
-                "clients of this node whose validation loss is not finite",
-                labels,
-                int(self.loop.diverged_on_validation.sum()),
-            )
-        )
-        out.append(("coterie_process_id", "id of the process", labels, os.getpid()))
+            add("missing_total", "messages missing", number, reason=reason)
+        for name, mean in loop.mean_validation().items():
+            add(f"validation_{name}", "newest, mean over clients; NaN when one diverged", mean)
+        what = "clients of this node whose validation loss is not finite"
+        add("diverged", what, int(loop.diverged_on_validation.sum()))
+        add("process_id", "id of the process", os.getpid())
         return out
-
-
-def _list_done(found: Mapping[str, Head]) -> frozenset[str]:
-    """The members that say they are done."""
-    return frozenset(name for name, head in found.items() if head.state == "done")
-
-
-def _if_different(name: str, value: int, other: int) -> dict[str, int]:
-    """A value by its name, where it is not what another says."""
-    return {name: value} if value != other else {}

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from coterie.net import local
 from coterie.net.awake import BEAT, AwakeClock
-from coterie.net.grpc_transport import GrpcTransport
+from coterie.net.grpc_transport import GrpcTransport, _start_loop
 from coterie.net.outbox import Missing
 from coterie.net.payload import Template
 from coterie.net.post import Post
@@ -104,6 +105,42 @@ def test_an_answer_that_waits_unread_while_the_asker_stands_still_is_read(two, p
     publishing.join()
     assert isinstance(found, Delivery), found
     assert found.seconds < 0.45, "what is counted for the member is less than its patience"
+
+
+def test_the_time_until_a_link_is_up_is_not_the_members(port):
+    """Through a relay that passes on the first bytes after a second."""
+    who, keys = local.make_members([[0], [1]], port=port)
+    far = replace(who.members[1], address=f"127.0.0.1:{port + 5}")
+    seen = replace(who, members=(who.members[0], far))
+    loop, _ = _start_loop()
+
+    async def copy(reader, writer, seconds):
+        await asyncio.sleep(seconds)
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def relay(reader, writer):
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", port + 1)
+        await asyncio.gather(copy(reader, far_writer, 1.0), copy(far_reader, writer, 1.0))
+
+    async def listen():
+        return await asyncio.start_server(relay, "127.0.0.1", port + 5)
+
+    server = asyncio.run_coroutine_threadsafe(listen(), loop).result()
+    nodes = [GrpcTransport(roster, f"n{i}", None) for i, roster in enumerate((seen, who))]
+    posts = [Post(node, who, local.make_signer(key)) for node, key in zip(nodes, keys, strict=True)]
+    try:
+        posts[1].publish(ROWS, AT)
+        began = time.monotonic()
+        found = ask(posts, 3.0)
+        assert isinstance(found, Delivery), found
+        assert time.monotonic() - began > 1.0
+        assert found.first < 0.9, "without the second in which the link came up"
+    finally:
+        for part in (*posts, *nodes):
+            part.close()
+        loop.call_soon_threadsafe(server.close)
 
 
 @pytest.mark.parametrize(("patience", "deadline"), [(0.3, 20.0), (20.0, 0.3)])

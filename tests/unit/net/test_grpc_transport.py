@@ -10,7 +10,7 @@ import pytest
 
 from coterie.errors import TransportError
 from coterie.net import grpc_transport, local
-from coterie.net.grpc_transport import GrpcTransport, check_loopback, escape_text
+from coterie.net.grpc_transport import GrpcTransport, check_loopback, escape_text, read_certificate
 from coterie.net.outbox import Missing
 from coterie.net.payload import Refused
 from coterie.net.roster import Member, Roster
@@ -248,6 +248,55 @@ def test_a_certificate_names_its_key_and_a_dial_asks_for_it(tmp_path, port):
         assert isinstance(found, Missing)
         assert found.reason == "unreachable"
     assert asked == []
+
+
+def test_another_key_at_a_members_address_is_an_event_of_that_member(tmp_path, port, monkeypatch):
+    """n1 goes on with the key that the organizer has replaced. n0 says so, and again after ten seconds at the earliest."""
+    who, people = local.create_credentials(
+        tmp_path, local.make_members([[0], [1], [2]], port=port)[0]
+    )
+    fresh, _ = local.create_credentials(
+        tmp_path / "new", local.make_members([[0], [1], [2]], port=port)[0]
+    )
+    newer = replace(who, members=(who.members[0], fresh.members[1], who.members[2]))
+    told = []
+    monkeypatch.setattr(GrpcTransport, "_longest_pause", lambda self: 0.2)
+
+    def log(event, **details):
+        told.append((event, details))
+
+    with (
+        GrpcTransport(newer, "n0", people[0], log=log) as honest,
+        GrpcTransport(who, "n1", people[1]) as old,
+        GrpcTransport(newer, "n2", people[2]) as right,
+    ):
+        for node in (old, right):
+            node.serve_head(lambda nonce: b"here")
+        assert honest.ask_head("n2", "1", 5.0) == b"here"
+        for _ in range(40):
+            assert isinstance(honest.ask_head("n1", "1", 2.0), Missing)
+            threading.Event().wait(0.05)
+        until(lambda: honest.turned_away["wrong_key"] == 1)
+    turned = [details for event, details in told if event == "turned_away"]
+    assert [(one["reason"], one["peer"], one["times"]) for one in turned] == [
+        ("wrong_key", "n1", 1)
+    ]
+    assert honest.turned_away == {"wrong_key": 1}
+
+
+def test_a_member_whose_certificate_is_over_is_named_by_who_dials_it(tmp_path, port):
+    who, people = local.create_credentials(tmp_path, local.make_members([[0], [1]], port=port)[0])
+    with GrpcTransport(who, "n0", people[0]) as honest, GrpcTransport(who, "n1", people[1]):
+        honest._run(honest._inspect(who.members[1]))
+        assert honest.turned_away == {}
+        key, _ = read_certificate(people[1].certificate_file.read_bytes())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grpc_transport, "read_certificate", lambda pem: (key, time.time() - 1.0))
+            honest._run(honest._inspect(who.members[1]))
+        assert honest.turned_away == {"expired": 1}
+    with GrpcTransport(who, "n0", people[0]) as honest:
+        honest._run(honest._inspect(who.members[1]))  # nobody listens there
+        assert honest.turned_away == {}
 
 
 def test_a_member_that_moved_is_found_at_its_new_address(plain, port):

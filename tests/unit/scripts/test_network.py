@@ -109,6 +109,43 @@ def test_a_node_that_failed_is_shown(shown):
         assert row in page
 
 
+def test_what_every_trouble_ended_with_is_shown(shown):
+    """A node that was blamed though nothing happened to it is in the last line of the table."""
+    trouble = {
+        "node": "node-01",
+        "what": "no room",
+        "first": 75,
+        "last": 3,
+        "rounds": 9,
+        "named_slow": 0,
+    }
+    dead = {
+        **trouble,
+        "node": "node-05",
+        "what": "killed",
+        "first": -9,
+        "last": None,
+        "named_slow": 4,
+    }
+    page = shown(
+        "network/troubles",
+        {"at": 2, "event": "the disk of node-01 is full"},
+        {
+            "nodes": 12, "rounds": 10, "delay_s": 0.1, "troubles": [trouble, dead],
+            "others": {"statuses": [0, 5], "rounds": [9, 10], "named_slow": 2, "warnings": {"slow": 6}},
+            "median_round_s": 1.5, "longest_round_s": 4.25, "accuracy": 91.0,
+            "unharmed_accuracy": [90.0, 92.5], "replay_difference": 0.5,
+        },
+    )  # fmt: skip
+    assert "third round: the disk of node-01 is full (2 s)." in page
+    assert "| node-01 | no room | 75 | 3 (rounds without a message) | 9 | 0 |" in page
+    assert "| node-05 | killed | -9 | – | 9 | 4 |" in page
+    assert "| the others | none | – | 0, 5 (too few others) | 9 to 10 | 2 |" in page
+    assert "took 1.5 s (median) and at most 4.25 s; their warnings: slow: 6." in page
+    assert "91.00 %; of the same clients in 2 undisturbed runs 90.00 to 92.50 %" in page
+    assert "largest difference: 5.0e-01." in page
+
+
 def test_an_attack_that_ends_a_node_is_shown(shown):
     """Two attacks: one that both nodes live through, one after which a node has no results."""
     lived = {
