@@ -214,6 +214,5 @@ def troubles(emit: netlab.Emit, folder: Path) -> None:
         "median_round_s": round(statistics.median(s for n in whole for s in rounds[n]), 2),
         "longest_round_s": round(max(s for n in whole for s in rounds[n]), 2),
         "accuracy": round(statistics.mean(found.values()), 2),
-        "unharmed_accuracy": network_churn.unharmed(folder, "dac", sorted(found), **options),
         "replay_difference": difference,
     })  # fmt: skip

@@ -145,7 +145,6 @@ def lived_through(found: Results) -> str:
 def troubled(found: Results) -> str:
     """Return the part on nodes with troubles of all kinds."""
     r, others = found[-1], found[-1]["others"]
-    unharmed = r["unharmed_accuracy"]
     rows = [
         (t["node"], t["what"], "–" if t["first"] is None else t["first"],
          "–" if t["last"] is None else STATUSES.get(t["last"], t["last"]), t["rounds"], t["named_slow"])
@@ -163,9 +162,8 @@ def troubled(found: Results) -> str:
         f"direction by {r['delay_s']:g} s. Events, in seconds after the third round: {timeline}.\n\n"
         + table(head, rows)
         + f"\n\nA round of the others took {r['median_round_s']:g} s (median) and at most {r['longest_round_s']:g} s; "
-        f"their warnings: {told}. Test accuracy of all nodes that finished: {r['accuracy']:.2f} %; of the same "
-        f"clients in {len(unharmed)} undisturbed runs {min(unharmed):.2f} to {max(unharmed):.2f} %. Replay from the "
-        f"journals, largest difference: {number(r['replay_difference'])}."
+        f"their warnings: {told}. Test accuracy of all nodes that finished: {r['accuracy']:.2f} %. Replay "
+        f"from the journals, largest difference: {number(r['replay_difference'])}."
     )
 
 
