@@ -19,8 +19,11 @@ UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def look_up(row: str) -> str:
-    """Return the last cell of a row of a table."""
-    (line,) = [one for one in PAGE.splitlines() if one.startswith(f"| {row}")]
+    """Return the last cell of the row of a table whose first cell begins with a text, or has it in brackets."""
+    rows = [one for one in PAGE.splitlines() if one.startswith("| ")]
+    (line,) = [
+        one for one in rows if one.startswith(f"| {row}") or f"({row})" in one.split(" | ")[0]
+    ]
     return line.strip("| ").split(" | ", 1)[1]
 
 
@@ -60,11 +63,11 @@ def test_what_is_kept_and_how_much_is_open_is_what_the_page_says():
 def test_times_are_what_the_page_says():
     """Those of node.toml are its defaults, which reach the node."""
     given = NetworkSettings()
-    assert numbers("stay at the end without any progress") == [given.linger]
-    assert numbers("wait for members at the start") == [given.start]
-    assert numbers("wait for a server that does not answer") == [given.server_wait]
-    assert numbers("without a sign of life until a link is down") == [given.lease]
-    assert numbers("silence of a member")[0] == given.slow
+    assert numbers("`linger`") == [given.linger]
+    assert numbers("`start`") == [given.start]
+    assert numbers("`server_wait`") == [given.server_wait]
+    assert numbers("`lease`") == [given.lease]
+    assert numbers("`slow`")[0] == given.slow
     assert numbers("wait for a head or a roster") == [Patience().ask]
     assert float(look_up("between two questions for heads")) == Patience().poll
     assert numbers("seconds in which a question must have come")[0] == grpc._LISTEN
