@@ -87,6 +87,27 @@ def check_file(path: str | Path) -> Path:
     return Path(path)
 
 
+def check_replaceable(path: str | Path, beginning: bytes) -> None:
+    """Refuse to replace a file that is not of the kind that will be written.
+
+    Args:
+        path: of the file, which need not exist.
+        beginning: bytes with which all files of that kind begin.
+
+    Raises:
+        ConfigError: when there is another file, such as a study whose name was given by mistake.
+    """
+    place, found = _find_regular_file(Path(path))
+    if found is None or found.st_size == 0:
+        return
+    with place.open("rb") as file:
+        begins = file.read(len(beginning))
+    if begins != beginning:
+        raise ConfigError(
+            f"{show_path(path)} exists and is another kind of file; choose another name, or remove it"
+        )
+
+
 def prepare_folder(path: str | Path) -> Path:
     """Make a folder for files that will be written later, and check that it can be written.
 

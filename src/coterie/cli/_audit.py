@@ -72,13 +72,14 @@ def audit_privacy(
       coterie audit-privacy rotated-digits --set rounds=5
       coterie audit-privacy my-study.toml --noise 2 --out audit.json
     """
-    from coterie._util.files import check_file, prepare_file, write_atomically
+    from coterie._util.files import check_file, check_replaceable, prepare_file, write_atomically
     from coterie.engine.privacy import DPSGD
     from coterie.studies import config, leakage
     from coterie.studies.run import load_stored_study
 
     if out is not None:
         check_file(out)
+        check_replaceable(out, b"{")
     if Path(study).is_dir():
         # A folder of results has its resolved study, to which --set applies as to a file.
         stored = load_stored_study(study, to_run=True)[0]

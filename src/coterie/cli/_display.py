@@ -335,7 +335,9 @@ def print_round_results(study: Study, console: Console) -> None:
         # Two metrics may have one reason.
         for text in dict.fromkeys(reasons):
             console.print(text, markup=False, highlight=False)
-    console.print("\nTotal participation, client-rounds of training a run", style="italic")
+    console.print(
+        "\nTotal participation, client-rounds of training a run (without warm-ups)", style="italic"
+    )
     console.print(_format_participation(study.summary.get("participation", ())))
 
 

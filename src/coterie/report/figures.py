@@ -17,7 +17,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from coterie._util.files import check_file, prepare_file, replace_atomically
+from coterie._util.files import check_file, prepare_file, replace_atomically, show_path
 from coterie.errors import ConfigError, DataError, describe_unknown
 from coterie.report import plots
 from coterie.results.coverage import IncompleteStudyWarning, describe_coverage
@@ -172,6 +172,13 @@ def plot(
     # Before drawing, which may take minutes.
     for file in (path, path.with_suffix(".csv")):
         check_file(file)
+    drawn_before = any(path.with_suffix(f".{name}").exists() for name in FORMATS)
+    if path.with_suffix(".csv").exists() and not drawn_before:
+        # A figure and its table are written together, so this one belongs to somebody else.
+        raise ConfigError(
+            f"{show_path(path.with_suffix('.csv'))} exists without its figure, and would be "
+            "replaced by the figure's table; choose another name with --out"
+        )
     found = _load_drawn_runs(runs)
     # A paper's labels are a default, which may fit none; labels that the caller gave must.
     found = _select_methods(found, chosen.pop("methods", ()), asked="methods" in options)

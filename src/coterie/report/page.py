@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from coterie._util.files import prepare_file, write_atomically
+from coterie._util.files import check_replaceable, prepare_file, write_atomically
 from coterie._util.names import format_clients, shorten_text
 from coterie.functional.metrics import EPSILON, Metric
 from coterie.report.data import build_empty_payload, build_payload
@@ -34,6 +34,8 @@ from coterie.results.summary import MEANS, describe_new_clients
 from coterie.results.tables import STAR
 
 SHARE = Metric("lost", unit="%", scale=100.0, digits=2)
+BEGINNING = b"<!doctype html>"
+"""Of every page; a file that begins otherwise is never replaced by one."""
 MOST_NAMED = 12
 """Clients with names of which a table shows each."""
 SCRIPTS = (
@@ -74,6 +76,7 @@ def write_report_with_notes(
     The arguments are those of `write_report`.
     """
     path = Path(out) if out is not None else Path(study) / "report.html"
+    check_replaceable(path, BEGINNING)
     runs, problems = load_runs([study])
     prepare_file(path)
     # A folder whose runs are all unreadable still gets a page, which says so.

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from coterie._util.files import prepare_file, resolve_path, write_atomically
+from coterie._util.files import check_replaceable, prepare_file, resolve_path, write_atomically
 from coterie.errors import DataError
 from coterie.functional.metrics import Metric
-from coterie.report.page import fill_template, load_asset, render_cell, render_notes
+from coterie.report.page import BEGINNING, fill_template, load_asset, render_cell, render_notes
 from coterie.results import coverage, pairs, stored_runs, summary
 from coterie.results.tables import STAR
 
@@ -44,6 +44,7 @@ def write_studies(
     if out is None:
         # The parents: of a single study the common path would be its own folder.
         out = Path(os.path.commonpath([resolve_path(one).parent for one in folders])) / PAGE
+    check_replaceable(out, BEGINNING)
     path = prepare_file(out)
     sections = []
     for folder, report in zip(folders, reports, strict=True):

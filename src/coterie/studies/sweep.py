@@ -43,12 +43,17 @@ from coterie.studies.run import (
 
 _FEDERATED = ("data", "model")
 _NOT_IN_NAMES = re.compile(r"[^\w.+-]+")
+_NOT_AT_ENDS = re.compile(r"^[^\w.+-]+|[^\w.+-]+$")
 
 
 def format_setting(name: str, value: Any) -> str:
     """Return a setting and its value as part of a folder's name, such as "tau=30"."""
     text = json.dumps(value) if isinstance(value, (list, dict, bool)) else str(value)
-    return f"{name}={_NOT_IN_NAMES.sub('-', text).strip('-.')}"
+    # Brackets go before their places become hyphens, which would look like the sign of a number.
+    text = _NOT_IN_NAMES.sub("-", _NOT_AT_ENDS.sub("", text))
+    if isinstance(value, str):
+        text = text.strip("-.")
+    return f"{name}={text}"
 
 
 @dataclass(frozen=True)

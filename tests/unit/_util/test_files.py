@@ -190,3 +190,15 @@ def test_paths_that_python_cannot_resolve_are_paths(tmp_path):
     assert files.resolve_path(tmp_path / "loop/x").name == "x"
     assert files.expand_home("~no-such-account/x") == Path("~no-such-account/x")
     assert files.expand_home("~") == Path.home()
+
+
+def test_a_file_of_another_kind_is_not_replaced(tmp_path):
+    study, page = tmp_path / "study.toml", tmp_path / "page.html"
+    files.check_replaceable(study, b"<!doctype html>")
+    study.touch()
+    files.check_replaceable(study, b"<!doctype html>")
+    study.write_text('name = "mine"\n')
+    page.write_text("<!doctype html><p>")
+    files.check_replaceable(page, b"<!doctype html>")
+    with pytest.raises(ConfigError, match=r"study.toml exists and is another kind of file; choose"):
+        files.check_replaceable(study, b"<!doctype html>")

@@ -102,6 +102,16 @@ def test_a_sweep_has_a_point_for_each_value(swept, tmp_path):
     assert table["std"].tolist() == pytest.approx([0.01] * 3)
 
 
+def test_the_table_of_a_figure_replaces_no_other(swept, tmp_path):
+    mine = tmp_path / "mine.csv"
+    mine.write_text("age,y\n61,1\n")
+    with pytest.raises(ConfigError, match=r"mine\.csv exists without its figure"):
+        figures.plot([swept], "tau", out=tmp_path / "mine.svg")
+    assert mine.read_text() == "age,y\n61,1\n"
+    for _ in range(2):
+        figures.plot([swept], "tau", out=tmp_path / "again.svg")
+
+
 @pytest.fixture
 def diverged(tmp_path, write_run, final_rows, listed):
     """Two points of a sweep; at the second a client of seed 1 has no finite value."""

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from coterie.errors import DataError
+from coterie.errors import ConfigError, DataError
 from coterie.report.page import write_report
 from coterie.report.studies import write_studies
 
@@ -81,3 +81,13 @@ def test_the_payload_of_a_report_has_the_pairs_in_words(small):
     assert family["pairs"][0]["verdict"].startswith("DAC over Local: not established")
     assert set(data["pairs"]["tables"]) == {"LaTeX", "Markdown"}
     assert "pairs" not in data["results"], "the page has them once"
+
+
+def test_no_page_replaces_a_study(two):
+    reports = [write_report(folder) for folder in two]
+    study = two[0].parent / "study.toml"
+    study.write_text('name = "mine"\n')
+    for write in (lambda: write_report(two[0], study), lambda: write_studies(two, reports, study)):
+        with pytest.raises(ConfigError, match=r"study\.toml exists and is another kind of file"):
+            write()
+    assert study.read_text() == 'name = "mine"\n'

@@ -13,7 +13,13 @@ from coterie.results.stored_runs import load_federation_description
 from coterie.simulation.workers import fan_out
 from coterie.studies import config
 from coterie.studies.run import FoundRuns, load_stored_study, run_study
-from coterie.studies.sweep import expand_sweep, join_summaries, load_sweep_results, run_sweep
+from coterie.studies.sweep import (
+    expand_sweep,
+    format_setting,
+    join_summaries,
+    load_sweep_results,
+    run_sweep,
+)
 from coterie.studies.tune import resume_plan
 from coterie.testing import tiny_federation
 
@@ -51,6 +57,18 @@ def sweep(**axes):
 
 def labels(study):
     return [entry.label for entry in study.methods]
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (30, "30"), (-1, "-1"), (-0.5, "-0.5"), (1e-5, "1e-05"), (True, "true"), ([0.1, 1], "0.1-1"),
+        ([-1, 2], "-1-2"), (["a", "b"], "a-b"), ("x/y.toml", "x-y.toml"), ("../up", "up"),
+    ],
+)  # fmt: skip
+def test_a_value_in_a_name_keeps_its_sign(value, name):
+    """Settings of 1 and -1 would otherwise have one folder and one label."""
+    assert format_setting("lr", value) == f"lr={name}"
 
 
 def test_a_study_that_sweeps_nothing_is_itself():
