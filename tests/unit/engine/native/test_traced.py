@@ -20,7 +20,7 @@ from coterie.engine.native.images import ImageLowering
 from coterie.engine.native.loops import dense_strides, in_memory, reshape
 from coterie.engine.native.sample_lanes import SampleLowering
 from coterie.engine.native.trace import Dim, NotTraceableError, record
-from coterie.engine.native.traced import TracedProgram
+from coterie.engine.native.traced import TracedProgram, _cut
 from coterie.engine.noise import InputNoise
 from coterie.engine.task import LocalTraining
 from coterie.models.layout import Layout, build_model
@@ -876,3 +876,23 @@ def test_what_an_option_is_when_it_is_left_out_is_what_it_is_in_pytorch():
                 assert any(value in same for value in known[name]), (attribute, name, known[name])
                 compared += 1
     assert compared > 60
+
+
+def test_statements_are_cut_into_functions_that_are_given_what_they_use():
+    declarations = (
+        "const Batch& batch",
+        "T* row",
+        "const bool more",
+        "constexpr long n = 8;",
+        "static const int64_t b0_[] = {1, 2};",
+        "const int64_t* const b0 = b0_;",
+        "T* const b1 = (T*)(batch.arena + batch.at[1]);",
+    )
+    first = ["b1[0] = row[b0[0]];", "b1[1] = n;", "b1[2] = part(b1[1]);", "row[0] = b1[2];"]
+    calls = _cut([*first, "if (!more) row[1] = 0;"], declarations)
+    assert calls == [
+        "[](decltype(b1) b1, decltype(row) row, decltype(b0) b0) __attribute__((noinline)) "
+        "{ b1[0] = row[b0[0]]; b1[1] = n; b1[2] = part(b1[1]); row[0] = b1[2]; }(b1, row, b0);",
+        "[](decltype(more) more, decltype(row) row) __attribute__((noinline)) "
+        "{ if (!more) row[1] = 0; }(more, row);",
+    ]
