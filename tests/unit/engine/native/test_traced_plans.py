@@ -105,7 +105,7 @@ def plan_step(module: nn.Module, *features: int) -> tuple[_Function, Layout]:
 def test_gradients_are_written_once_each_by_their_kernel_where_it_can_add():
     """By the text: products of weights add where `more` is true, biases in a loop, and what has none is zero once."""
     function, layout = plan_step(Halves(), 7)
-    lines = function.text()
+    lines = [*function.declarations(), *function.statements()]
     # Slots by name: where the gradient of each begins.
     starts = {slot.name: slot for slot in layout.slots}
     for name in ("first.weight", "last.weight"):
@@ -137,7 +137,7 @@ def test_the_middle_of_a_kernel_is_the_only_part_of_its_gradient_that_is_written
 
     function, layout = plan_step(Rim(), 2, 1, 4)
     (slot,) = [one for one in layout.slots if one.name == "conv.weight"]
-    lines = function.text()
+    lines = [*function.declarations(), *function.statements()]
     assert f"if (!more) memset(g + {slot.start}, 0, sizeof(T) * {6 * 2 * 15});" in lines
     # Row 2 of 5 begins after 2 x 3 numbers; kernels lie 15 apart.
     (add,) = [line for line in lines if f"(more ? g[{slot.start + 6}" in line]
