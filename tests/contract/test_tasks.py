@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tests.contract.test_methods import BY_POSITION, SETTINGS
-from tests.selection import one_of_each_family
+from tests.selection import full, one_of_each_family
 
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
@@ -21,7 +21,16 @@ CASES = [(kind, task) for kind in sorted(METHODS) for task in ("labels", "tokens
 NEED_CLASSES = {"sosicfl", "sosicfl-all", "sosicfl-plus"}
 
 
-@pytest.mark.parametrize(("kind", "task"), one_of_each_family(CASES, slow=True))
+def list_cases():
+    """`make test` has a method between peers and one with a server; `make test-more` one of each family."""
+    cases = []
+    for case in one_of_each_family(CASES, slow=True):
+        is_left_out = isinstance(case, tuple) and case[0] not in ("dac", "fedavg")
+        cases.append(full(*case) if is_left_out else case)
+    return cases
+
+
+@pytest.mark.parametrize(("kind", "task"), list_cases())
 def test_method_keeps_the_contract(kind: str, task: Any):
     """Resumed, in any grouping of the clients, with small cohorts, with silent peers; or it says why it cannot."""
     method, federation = METHODS[kind](**SETTINGS.get(kind, {})), tiny_federation(kind=task)

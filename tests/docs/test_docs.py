@@ -88,7 +88,7 @@ def prose(path):
 
 LONG_PAGES = {
     "tutorials/first-study.md", "tutorials/paper-sweep.md", "how-to/own-aggregation.md", "how-to/watch-and-track.md",
-    "how-to/own-method.md", "how-to/new-clients.md", "how-to/take-home.md", "CONTRIBUTING.md",
+    "how-to/own-method.md", "how-to/fine-tune.md", "how-to/new-clients.md", "how-to/take-home.md", "CONTRIBUTING.md",
 }  # fmt: skip
 """Pages whose code `make test` does not run."""
 

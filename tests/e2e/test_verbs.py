@@ -107,7 +107,7 @@ def test_up_runs_the_nodes_of_this_machine_to_their_end(tmp_path, port):
     study = config.parse_study_text(
         STUDY, overrides=["data.num_clients=2", "methods.random.num_peers=1"]
     )
-    network = {"start": 120.0, "linger": 10.0}
+    network = {"start": 120.0, "linger": 4.0}
     files = fleet.lay_out(tmp_path, study.select_run("random", 0), port=port, network=network)
     coterie(tmp_path, "up", "keys/roster.toml", "--nodes", ".", "--logs", "logs")
     for name in files:

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from tests.selection import full
 from torch import nn
 from torch.nn import functional
 
@@ -293,10 +294,23 @@ def engine_of(name, layout, work, module):
     return engine
 
 
-def engines_of(name):
-    return [
-        pytest.param(engine, name, id=f"{engine}-{name}") for engine in ("loop", "vmap", "compiled")
-    ]
+COMPILED_OFTEN = {
+    "asks for types", "attention: encoder", "attention: words first", "counts: in place", "frozen norm",
+    "leaky slopes", "noise: normal", "tied",
+}  # fmt: skip
+"""Modules that `make test` compiles, which takes seconds; of the others it compiles none."""
+
+
+def engines_of(name, often=COMPILED_OFTEN):
+    cases = []
+    for engine in ("loop", "vmap", "compiled"):
+        title = f"{engine}-{name}"
+        # What the compiled engine refuses takes no time.
+        if engine == "compiled" and name not in often and (engine, name) not in LEFT:
+            cases.append(full(engine, name, id=title))
+        else:
+            cases.append(pytest.param(engine, name, id=title))
+    return cases
 
 
 EVERY = [one for name in MODULES for one in engines_of(name)]
@@ -343,7 +357,7 @@ def test_models_are_measured_as_plain_pytorch_does(engine, name):
     [
         one
         for name in ("asks for types", "asks for convolutions", "attention: encoder", "noise: normal", "counts: in place")
-        for one in engines_of(name)
+        for one in engines_of(name, ("attention: encoder", "noise: normal"))
     ],
 )  # fmt: skip
 def test_no_bit_depends_on_which_clients_are_hosted(engine, name):

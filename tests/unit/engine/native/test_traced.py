@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.selection import first_only, full
 from torch import nn
 from torch.nn import functional
 
@@ -451,6 +452,10 @@ MODULES = {
 }
 
 
+COMPILED_OFTEN = ("images", "pools", "repeats", "table", "words", "writes")
+"""Modules that `make test` compiles in double precision, which takes seconds each."""
+
+
 def data_of(features, classes, dtype):
     stream = torch.Generator().manual_seed(1)
     x = torch.randn(40, *features, generator=stream)
@@ -477,7 +482,9 @@ def training(layout, data, local, rows):
     return TrainingWork(data, places, length, local, draw_keys=keys, inputs=inputs)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name", [name if name in COMPILED_OFTEN else full(name) for name in MODULES]
+)
 def test_a_traced_module_trains_and_is_measured_as_by_the_loop_engine(name):
     check_against_the_loop_engine(name)
 
@@ -545,7 +552,7 @@ def check_against_the_loop_engine(name):
         assert not torch.equal(results[0][1], start)
 
 
-@pytest.mark.parametrize("name", ["pools", "writes", "turned", "lanes"])
+@pytest.mark.parametrize("name", first_only(["lanes", "turned", "writes", "pools"], 2))
 def test_in_single_precision_it_is_the_loop_engine_to_four_digits(name):
     make, features, objective, _together = MODULES[name]
     with Rng(0).temporary_torch_seed("init"):
@@ -598,7 +605,7 @@ def test_images_of_bytes_are_prepared_augmented_and_disturbed_as_by_the_loop_eng
     assert not torch.allclose(found[1][1], found[2][1], atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["pools", "writes"])
+@pytest.mark.parametrize("name", first_only(["writes", "pools"]))
 def test_no_bit_depends_on_threads_on_blocks_or_on_who_is_trained_beside(name):
     make, features, objective, _together = MODULES[name]
     with Rng(0).temporary_torch_seed("init"):
