@@ -4,7 +4,6 @@ What cannot be decided from the values alone, such as whether two floats are cla
 """
 
 import re
-import unicodedata
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from coterie.data.guesses import warn_about_lookalikes
 from coterie.errors import ConfigError, DataError, require
 
 MOST = 1000
@@ -232,7 +232,10 @@ def encode_labels(
                 f"{what} has {found} in sample {place}; expected a label for each sample: fill or "
                 "drop it"
             )
-    valid = tuple(names) or _find_labels(targets, texts)
+    valid = tuple(names)
+    if not valid:
+        valid = _find_labels(targets, texts)
+        warn_about_lookalikes(valid, f"{what}: the labels", with_case=True)
     code_of = {label: code for code, label in enumerate(valid)}
     coded = []
     for flat, array in zip(texts, arrays, strict=True):
@@ -288,7 +291,7 @@ def number_clients(
     else:
         found, owner = _sort_clients(owners.tolist())
     names = () if found == list(range(len(found))) else tuple(map(str, found))
-    _warn_about_lookalikes(names)
+    warn_about_lookalikes(names, "clients")
     columns = {"client": torch.from_numpy(owner)}
     if clusters is None:
         return columns, names
@@ -355,20 +358,6 @@ def _sort_clients(given: list[Any]) -> tuple[list[Any], Int[np.ndarray, " sample
         ) from None
     code_of = {one: code for code, one in enumerate(found)}
     return found, np.array([code_of[one] for one in values], np.int64)
-
-
-def _warn_about_lookalikes(names: Sequence[str]) -> None:
-    """Warn of two clients whose names look the same."""
-    seen: dict[str, str] = {}
-    for name in names:
-        # NFC joins a letter with an accent that is a character of its own.
-        other = seen.setdefault(unicodedata.normalize("NFC", " ".join(name.split())), name)
-        if other != name:
-            warnings.warn(
-                f"clients {other!r} and {name!r} differ in spaces or in how accents are written, "
-                "and are two clients; make the names equal if they are one",
-                stacklevel=4,
-            )
 
 
 def match_clients(

@@ -4,8 +4,9 @@ Numbers do not say whether they are pixels, tokens or ids. What is unusual for w
 for is said at once, as nothing would fail later.
 """
 
+import unicodedata
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,29 @@ def _doubt_order(x: Tensor, name: str) -> str:
     )
 
 
+def warn_about_ids(columns: Mapping[str, Shaped[np.ndarray, "samples entries"]]) -> None:
+    """Warn of columns of a table that look like the ids or numbers of its rows.
+
+    Args:
+        columns: of numbers, by name; NaN where an entry is empty.
+    """
+    if len(columns) < 2:
+        return
+    found = []
+    for name, values in columns.items():
+        if len(values) >= _CONSECUTIVE and _is_like_ids(torch.from_numpy(values[:, 0])):
+            found.append(name)
+    if found:
+        more = f" (and {len(found) - 1} further columns)" if len(found) > 1 else ""
+        samples = len(columns[found[0]])
+        warnings.warn(
+            f"column {found[0]!r}{more} has another whole number for each of the {samples} rows: "
+            "taken as a number to learn from; if it is an id or a row's number, leave it out: name "
+            "the inputs with features",
+            stacklevel=4,
+        )
+
+
 def warn_about_columns(columns: Mapping[str, Shaped[np.ndarray, "samples entries"]]) -> None:
     """Warn of columns of a table with whole numbers that float32 does not hold.
 
@@ -139,12 +163,7 @@ def _doubt_ids(x: Tensor, name: str, columns: tuple[str, ...]) -> str:
         return ""
     # Two rows rule out most columns of fractions, so that only few are sorted.
     for place in (x[:2] == x[:2].round()).all(0).nonzero().flatten().tolist():
-        values = x[:, place]
-        steps = values.sort().values.diff()
-        if bool((steps < 1).any()) or not bool((values == values.round()).all()):
-            continue
-        # Few numbers differ by chance: only consecutive ones look like ids then.
-        if samples < _DISTINCT and bool((steps > 1).any()):
+        if not _is_like_ids(x[:, place]):
             continue
         feature = repr(columns[place]) if columns else f"{name}[:, {place}]"
         return (
@@ -152,6 +171,40 @@ def _doubt_ids(x: Tensor, name: str, columns: tuple[str, ...]) -> str:
             "taken as a number to learn from; if it is an id or a row's number, leave it out"
         )
     return ""
+
+
+def _is_like_ids(values: Shaped[Tensor, " samples"]) -> bool:
+    """Whether values are distinct whole numbers, and too many or too close to be so by chance."""
+    steps = values.sort().values.diff()
+    if bool((steps < 1).any()) or not bool((values == values.round()).all()):
+        return False
+    # Few numbers differ by chance: only consecutive ones look like ids then.
+    return len(values) >= _DISTINCT or not bool((steps > 1).any())
+
+
+def warn_about_lookalikes(names: Sequence[str], what: str, *, with_case: bool = False) -> None:
+    """Warn of two names that look the same, and of no further ones.
+
+    Args:
+        names: of clients or classes, or the categories of a column.
+        what: they are, for the message.
+        with_case: whether names that differ in case alone look the same. Single letters do not:
+            they may be classes of characters.
+    """
+    seen: dict[str, str] = {}
+    for name in names:
+        # NFC joins a letter with an accent that is a character of its own.
+        look = unicodedata.normalize("NFC", " ".join(name.split()))
+        if with_case and len(look) > 1:
+            look = look.casefold()
+        other = seen.setdefault(look, name)
+        if other != name:
+            differ = "spaces, in case" if with_case else "spaces"
+            warnings.warn(
+                f"{what} {other!r} and {name!r} differ in {differ} or in how accents are written, "
+                "and are two; make them equal if they are one",
+                stacklevel=4,
+            )
 
 
 def warn_about_shared_samples(

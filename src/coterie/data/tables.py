@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from coterie._util.settings import Configurable
 from coterie.data.coding import MOST, code_targets, number_clients, write_category
-from coterie.data.guesses import warn_about_columns
+from coterie.data.guesses import warn_about_columns, warn_about_ids, warn_about_lookalikes
 from coterie.data.preparation import FILLS, ColumnPreparation, Preparation, TableColumn
 from coterie.data.source import InputPart, Samples, Source
 from coterie.data.table_files import (
@@ -211,9 +211,11 @@ def read_table(
     kind = torch.int32 if whole else torch.float32
     if fitted:
         kind = torch.float64  # NaN stands for empty entries until clients have filled them
+    found_numbers = {one.name: np.concatenate(one.values) for one in numbers if one.numeric}
+    warn_about_ids(found_numbers)
     # Columns are scaled in float64, where large whole numbers stay apart.
     if columns.scale is None:
-        warn_about_columns({one.name: np.concatenate(one.values) for one in numbers})
+        warn_about_columns(found_numbers)
     y, class_names, classes = _convert_target(tables, columns)
     samples = []
     for place, one in enumerate(tables):
@@ -627,6 +629,11 @@ def _encode_categories(
     known = list(given) if given is not None else list(dict.fromkeys(ordered))
     if not known:
         known = _sort_categories(values)
+        warn_about_lookalikes(
+            [write_category(one) for one in known],
+            f"column {name!r}: the categories",
+            with_case=True,
+        )
         trained = {write_category(one) for one in values[0]}
         unknown = [one for one in known if write_category(one) not in trained]
         if unknown:

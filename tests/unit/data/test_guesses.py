@@ -2,6 +2,7 @@
 
 import io
 import re
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -12,7 +13,7 @@ import torch
 from PIL import Image
 from scipy import sparse
 
-from coterie import from_arrays
+from coterie import from_arrays, from_table
 from coterie.data.hub import load_folder
 from coterie.errors import DataError
 
@@ -148,3 +149,46 @@ def test_deep_gray_images_of_the_hub_are_not_clipped(tmp_path, mode, kind):
         DataError, match=re.escape(f"image 0 has more than 8 bits a pixel ({mode})")
     ):
         load_folder(tmp_path)
+
+
+@pytest.mark.parametrize("scale", [None, "standard"])
+def test_a_column_of_ids_in_a_table_is_said(scale):
+    table = pd.DataFrame(
+        {"id": G.permutation(120), "age": G.normal(size=120), "y": np.arange(120) % 2}
+    )
+    with pytest.warns(
+        UserWarning, match="column 'id' has another whole number for each of the 120 rows"
+    ) as said:
+        from_table(table, target="y", num_clients=2, scale=scale)
+    assert len(said) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_table(table, target="y", features=["age"], num_clients=2, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [(("Yes", "yes", "no"), "'Yes' and 'yes'"), (("no ", "no", "yes"), "'no' and 'no '")],
+)
+def test_classes_and_categories_that_look_the_same_are_said(names, said):
+    """They would be classes of their own, and accuracy that of another task."""
+    values = np.array(names)[np.arange(60) % 3]
+    other = np.arange(60) / 7
+    for columns in ({"x": other, "y": values}, {"x": values, "z": other, "y": np.arange(60) % 2}):
+        table = pd.DataFrame(columns)
+        with pytest.warns(UserWarning, match=rf"{said} differ in spaces, in case"):
+            from_table(table, target="y", num_clients=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # Whoever lists them means them, and single letters may be characters to tell apart.
+        from_table(
+            pd.DataFrame({"x": other, "y": values}),
+            target="y",
+            num_clients=2,
+            class_names=sorted(names),
+        )
+        from_table(
+            pd.DataFrame({"x": other, "y": np.array(["a", "A"])[np.arange(60) % 2]}),
+            target="y",
+            num_clients=2,
+        )
