@@ -180,7 +180,7 @@ def test_classes_and_categories_that_look_the_same_are_said(names, said):
             from_table(table, target="y", num_clients=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # Whoever lists them means them, and single letters may be characters to tell apart.
+        # What is listed is meant, and single letters may be characters to tell apart.
         from_table(
             pd.DataFrame({"x": other, "y": values}),
             target="y",
