@@ -99,11 +99,7 @@ def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
         report: called with each result: a sentence, and whether the check passed.
     """
     try:
-        own = Identity.load(
-            file.resolve_path(file.key),
-            file.resolve_path(file.certificate),
-            file.resolve_path(file.ca),
-        )
+        own = file.load_identity()
         left = own.certificate.not_valid_after_utc - datetime.now(UTC)
         report(
             f"{own.name}: key and certificate belong together; valid for {left.days} days",

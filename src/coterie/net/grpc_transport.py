@@ -196,15 +196,6 @@ class _Away:
 
 
 @dataclass
-class _Refusals:
-    """Refusals of one kind that are not logged yet."""
-
-    logged: float = -1e9
-    times: int = 0
-    text: str = ""
-
-
-@dataclass
 class _Question:
     """A question of another member, whose certificate has said who it is."""
 
@@ -259,7 +250,7 @@ class GrpcTransport:
         self._sealed: Callable[[], bytes] | None = None
         self.turned_away: Counter[str] = Counter()
         self.last_questions: dict[str, float] = {}
-        self._refusals: dict[tuple[str, str], _Refusals] = {}
+        self._refusals: dict[tuple[str, str], RateLimit] = {}
         self._alive: set[str] = set()
         self._known: set[str] = set()  # seen alive before, and not known to have left
         self._changes: dict[str, RateLimit] = {}
@@ -897,20 +888,13 @@ class GrpcTransport:
     def _count_refusal(self, reason: str, peer: str, text: str) -> None:
         """Count a refusal, and log it if none of its kind was logged lately."""
         self.turned_away[reason] += 1
-        kind, now = (reason, peer), time.monotonic()
-        known = self._refusals.setdefault(kind, _Refusals())
-        known.times, known.text = known.times + 1, text
-        if now - known.logged >= _PAUSE:
-            known.logged = now
-            self._log_refusals(kind)
+        suppressed = self._refusals.setdefault((reason, peer), RateLimit(1, _PAUSE))()
+        if suppressed is not None:
+            self._log_refusal(reason, peer, text, suppressed + 1)
 
-    def _log_refusals(self, kind: tuple[str, str]) -> None:
-        known, (reason, peer) = self._refusals[kind], kind
-        who = {"peer": peer} if peer else {}
-        self._log_event(
-            "turned_away", level="warning", reason=reason, **who, text=known.text, times=known.times
-        )
-        known.times = 0
+    def _log_refusal(self, reason: str, peer: str, text: str, times: int) -> None:
+        about = {"reason": reason, **({"peer": peer} if peer else {}), "text": text, "times": times}
+        self._log_event("turned_away", level="warning", **about)
 
     def prometheus_samples(self) -> list[Sample]:
         """Return numbers for Prometheus."""
@@ -934,9 +918,9 @@ class GrpcTransport:
         self._run(self._announce_to_all(False, 1.0))
         self.outbox.close()
         self._run(self._leave())
-        for kind, known in self._refusals.items():
-            if known.times:
-                self._log_refusals(kind)
+        for (reason, peer), limit in self._refusals.items():
+            if limit.suppressed:
+                self._log_refusal(reason, peer, "as before", limit.suppressed)
         self._shut_down()
 
     async def _leave(self) -> None:

@@ -86,13 +86,16 @@ class RateLimit:
         times: how often.
         seconds: in how many.
         clock: a monotonic clock in seconds.
+
+    Attributes:
+        suppressed: the number suppressed since the last one.
     """
 
     def __init__(
         self, times: int, seconds: float, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._allowed_at: deque[float] = deque(maxlen=times)
-        self._seconds, self._clock, self._suppressed = seconds, clock, 0
+        self._seconds, self._clock, self.suppressed = seconds, clock, 0
 
     def __call__(self) -> int | None:
         """Return None to suppress this event, or else the number suppressed since the last one."""
@@ -102,9 +105,9 @@ class RateLimit:
             len(self._allowed_at) == self._allowed_at.maxlen
             and now - self._allowed_at[0] < self._seconds
         ):
-            self._suppressed += 1
+            self.suppressed += 1
             return None
-        untold, self._suppressed = self._suppressed, 0
+        untold, self.suppressed = self.suppressed, 0
         self._allowed_at.append(now)
         return untold
 

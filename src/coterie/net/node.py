@@ -8,7 +8,6 @@ they are done: see `latecomers`.
 """
 
 import json
-import math
 import os
 import secrets
 import statistics
@@ -48,7 +47,7 @@ from coterie.net.audit import Audit
 from coterie.net.exchange import RemoteExchange
 from coterie.net.head import Head
 from coterie.net.keeper import Keeper, check_same_run, describe_changes
-from coterie.net.log import Log, Sample
+from coterie.net.log import Log, RateLimit, Sample
 from coterie.net.outbox import KEEP, Missing
 from coterie.net.payload import Refused
 from coterie.net.post import Post, RoundMissed, Terms
@@ -481,7 +480,7 @@ class Node:
         """
         if self.plan.method.server and not self.exchange.server:
             return
-        logged_at, began = -math.inf, time.monotonic()
+        may_say, began = RateLimit(1, _SAY_AGAIN), time.monotonic()
         while not self._stop.is_set():
             names = self.other_members
             present, least = (
@@ -498,8 +497,7 @@ class Node:
             if len(present) >= least:
                 break
             self._check_quorum(names, present, least, time.monotonic() - began)
-            if time.monotonic() - logged_at > _SAY_AGAIN:
-                logged_at = time.monotonic()
+            if may_say() is not None:
                 self._log_quorum(len(present), least, set(names) - set(present))
             self.is_waiting = True
             self.update_roster()
@@ -945,7 +943,8 @@ class Node:
         if self.plan.method.server:
             names, least = [self.roster.server], 0
         self._check_alone()
-        seen, until, logged_at = {}, time.monotonic() + self.patience.start, -math.inf
+        seen, until = {}, time.monotonic() + self.patience.start
+        may_say = RateLimit(1, _SAY_AGAIN)
         while True:
             self.update_roster()
             met = self.ask_heads(names)
@@ -968,8 +967,7 @@ class Node:
                     f"{len(met)} of {least} other members have answered (min_peers) for "
                     f"{self.patience.quorum_wait:.0f} s (quorum_wait): start this node again with them"
                 )
-            if self.is_waiting and time.monotonic() - logged_at > _SAY_AGAIN:
-                logged_at = time.monotonic()
+            if self.is_waiting and may_say() is not None:
                 self._log_quorum(len(met), least, set(names) - set(met))
             if self._stop.wait(self._pause_for(len(names) - len(met))):
                 return met

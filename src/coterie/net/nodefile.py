@@ -27,6 +27,7 @@ from coterie.data.build import DataConfig, Split, build_federation, build_from_s
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError, DataError, require
 from coterie.methods.base import Method
+from coterie.net.identity import Identity
 from coterie.net.node import Patience, RunSpec
 from coterie.net.post import Terms
 from coterie.net.wire import CHUNK
@@ -173,6 +174,10 @@ class NodeFile(Configurable):
     def resolve_path(self, name: str) -> Path:
         """Return a path of the file, relative to the file's folder."""
         return self.folder / name
+
+    def load_identity(self) -> Identity:
+        """Return this member's identity, from its three files."""
+        return Identity.load(*map(self.resolve_path, (self.key, self.certificate, self.ca)))
 
     def select_run(self) -> tuple[StudyConfig, str, int]:
         """Return the study, and the label and seed of this node's run."""

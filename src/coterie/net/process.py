@@ -49,9 +49,7 @@ def load_credentials(
     Raises:
         TransportError: when they do not, or a file cannot be used.
     """
-    own = Identity.load(
-        file.resolve_path(file.key), file.resolve_path(file.certificate), file.resolve_path(file.ca)
-    )
+    own = file.load_identity()
     keeper = Keeper(
         file.resolve_path(file.roster),
         file.resolve_path(file.organizer),

@@ -9,13 +9,7 @@ from coterie._util.files import write_atomically
 from coterie.errors import ConfigError, TransportError
 from coterie.net import head, latecomers, nodefile
 from coterie.net import roster as rosters
-from coterie.net.identity import (
-    Identity,
-    certificate_name,
-    check_address,
-    load_certificate,
-    sign_request,
-)
+from coterie.net.identity import certificate_name, check_address, load_certificate, sign_request
 from coterie.net.roster import Member, Roster
 from coterie.studies import config
 
@@ -238,9 +232,7 @@ def check_roster(path: Path, organizer: Path, node_file: Path | None) -> list[st
         same_folder = path.with_name("organizer.pub")
         return rosters.check_file(path, organizer if organizer.exists() else same_folder)
     file = nodefile.load(node_file)
-    own = Identity.load(
-        file.resolve_path(file.key), file.resolve_path(file.certificate), file.resolve_path(file.ca)
-    )
+    own = file.load_identity()
     problems = rosters.check_file(path, file.resolve_path(file.organizer), own=own)
     study, label, _ = file.select_run()
     roster = rosters.load(path, file.resolve_path(file.organizer))

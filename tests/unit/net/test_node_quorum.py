@@ -169,7 +169,7 @@ def test_a_run_that_has_begun_waits_so_long_for_its_quorum_and_then_ends(six):
 
 def test_members_that_were_done_and_have_left_are_not_waited_for(six):
     """n1 to n4 say that they are done, and n5 goes on: it alone can still come."""
-    network = six(min_peers=2)
+    network = six(min_peers=2, quorum_wait=5.0)
     node, others = network.node(0), [network.node(number) for number in range(1, 6)]
     for other in others:
         other._start_answering()
