@@ -182,6 +182,7 @@ def test_members_that_were_done_and_have_left_are_not_waited_for(six):
     node.exchange.set_away(node.other_members)
     with pytest.raises(QuorumError, match="n1, n2, n3, n4 said that they are done, and have left"):
         node._await_quorum()
+    assert network.events(0, "waiting") == [], "it does not wait for them"
     node.patience = Patience(min_peers=1, quorum_wait=0.1)
     with pytest.raises(QuorumError, match=r"for [0-9] s"):  # n5 could come, and does not
         node._await_quorum()
