@@ -24,6 +24,7 @@ from coterie.methods import METHODS, registry
 from coterie.methods.dac import Dac
 from coterie.net.nodefile import DataSource, NetworkSettings, NodeFile
 from coterie.runtime.settings import Settings
+from coterie.runtime.virtual_time import VirtualTime
 from coterie.studies import config
 
 MADE = "<!-- made by scripts/reference.py; do not edit -->\n"
@@ -132,7 +133,9 @@ def settings() -> str:
     lines += [EXTENDS, ""]
     lines += ["## Top level", "", *rows(Settings), ""]
     lines += ["`patience` is written in `[stopping]`, `local` is the table `[local]`.", ""]
-    lines += ["## [local]", "", *rows(LocalTraining), "", "## [data]", "", *rows(DataConfig), ""]
+    lines += ["## [local]", "", *rows(LocalTraining), "", "## [time]", ""]
+    lines += ['With `schedule = "asynchronous"` ([how](../how-to/asynchronous.md)).', ""]
+    lines += [*rows(VirtualTime), "", "## [data]", "", *rows(DataConfig), ""]
     lines += [
         "### options: table",
         "",

@@ -6,9 +6,9 @@ shared stream.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from threading import RLock
 
@@ -54,10 +54,13 @@ class Rng:
 
     def generator(self, purpose: str, client: int = EVERYONE) -> np.random.Generator:
         """Return the stream of a purpose and a client in this round, from its start."""
+        return self._open_stream(purpose, client, self.round)
+
+    def _open_stream(self, purpose: str, client: int, round: int) -> np.random.Generator:
         # The stream counts in the two low words and its address is in the two high ones, so streams
         # of one key never overlap. EVERYONE and the warm-up are -1: 1 is added because words are
         # unsigned.
-        counter = np.array([0, 0, client + 1, self.round + 1], dtype=np.uint64)
+        counter = np.array([0, 0, client + 1, round + 1], dtype=np.uint64)
         key = np.array([self.seed, _hash_purpose(purpose)], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(counter=counter, key=key))
 
@@ -125,3 +128,42 @@ class Rng:
                 with torch.cuda.device(index):
                     torch.cuda.manual_seed(key)
             yield
+
+
+class RoundsDiffer(Exception):
+    """Something needs the number of the round, and clients that act together are in several."""
+
+
+@dataclass(frozen=True)
+class RngByClient(Rng):
+    """The random streams of clients that are each in a round of its own.
+
+    What a client draws is what it draws alone. A stream shared by all clients, or the number of the
+    round, raises `RoundsDiffer`.
+
+    Args:
+        seed: the run's seed.
+        round: not used.
+        rounds: the round of each client, by its id.
+    """
+
+    rounds: Mapping[int, int] = field(default_factory=dict)
+
+    def at_round(self, round: int) -> Rng:
+        """Return the streams of a round that is the same for all."""
+        return Rng(self.seed, round)
+
+    def generator(self, purpose: str, client: int = EVERYONE) -> np.random.Generator:
+        """Return the stream of a purpose and a client in the client's round, from its start."""
+        if client not in self.rounds:
+            raise RoundsDiffer(f"the stream {purpose!r} is shared by clients in several rounds")
+        return self._open_stream(purpose, client, self.rounds[client])
+
+
+def _refuse_round(rng: Rng) -> int:
+    raise RoundsDiffer("these clients are in several rounds")
+
+
+# A property in place of the inherited field: asking for the number of the round is an error. It is
+# set after the class was made, so that the field stays an argument; setting it does nothing.
+RngByClient.round = property(_refuse_round, lambda rng, value: None)  # type: ignore[assignment]

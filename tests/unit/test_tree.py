@@ -40,6 +40,7 @@ ELSEWHERE = {
     "runtime/extensions": "unit/runtime/test_loop_private.py",
     "runtime/taken_home": "unit/runtime/test_translation.py",
     "runtime/task": "unit/runtime/test_settings.py",
+    "simulation/_publishing": "unit/simulation/test_sequential.py",
     "studies/definition": "unit/studies/test_config.py",
     "studies/inputs": "unit/studies/test_run.py",
     "studies/jobs": "unit/studies/test_run.py",

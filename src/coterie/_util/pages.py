@@ -20,7 +20,7 @@ from threading import Lock
 
 import numpy as np
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 # Bytes from which on large pages, of 2 MiB each, pay.
@@ -39,12 +39,16 @@ class _PageStore:
         self.users, self.lock = 0, Lock()
 
     def take(self, size: int) -> mmap.mmap:
-        """Return a block of a size in bytes; its content is arbitrary."""
-        # tensors die in any thread: pop is atomic, a check before it would not be
-        try:
-            return self.free[size].pop()
-        except IndexError:
-            pass
+        """Return a block of a size in bytes, or up to twice as large; its content is arbitrary."""
+        # Of rounds with other numbers of clients the sizes differ: without larger blocks, those of
+        # every size would be retained.
+        larger = sorted(found for found in list(self.free) if size < found <= 2 * size)
+        for found in (size, *larger):
+            # tensors die in any thread: pop is atomic, a check before it would not be
+            try:
+                return self.free[found].pop()
+            except IndexError:
+                pass
         try:
             return _map_block(size)
         except OSError:  # no memory is left: release the free blocks, and try once more
@@ -94,15 +98,25 @@ def empty(*shape: int, dtype: torch.dtype, device: torch.device | str = "cpu") -
     if size < _LEAST or torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(*shape, dtype=dtype, device=device)
     block = _STORE.take(size)
-    array = np.frombuffer(block, dtype=np.uint8)
+    array = np.frombuffer(block, dtype=np.uint8, count=size)
     # runs when the tensor's storage, which refers to the array, dies
-    weakref.finalize(array, _STORE.give, size, block).atexit = False
+    weakref.finalize(array, _STORE.give, len(block), block).atexit = False
     return torch.from_numpy(array).view(dtype).view(shape)
 
 
 def copy(tensor: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
     """Return a contiguous copy."""
     return empty(*tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def take_rows(
+    tensor: Shaped[Tensor, "rows *columns"], rows: Int[Tensor, " take"]
+) -> Shaped[Tensor, "take *columns"]:
+    """Return a copy of some rows."""
+    if tensor.device.type != "cpu":
+        return tensor[rows]
+    out = empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype)
+    return torch.index_select(tensor, 0, rows, out=out)
 
 
 @cache

@@ -92,7 +92,7 @@ class LocalTraining(Configurable):
         padding: see `augment`.
         persistent_client_optimizer: each client keeps the state of its optimizer (the moments, and
             the count of its steps) from round to round, whatever model it trains next. Some
-            published code works so; it needs an optimizer with a state, and the synchronous
+            published code works so; it needs an optimizer with a state, and no sequential
             schedule.
         dampening: of the momentum of "sgd": every gradient but the first counts with 1 minus this.
         nesterov: step along the gradient plus `momentum` times the new momentum, of "sgd".

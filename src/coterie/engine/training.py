@@ -244,6 +244,12 @@ class Trainer:
         if self.layout.draws[True]:
             draw_keys = data.draw_keys(rng, f"{purpose}.dropout")
         noise = data.input_noise(rng, f"{purpose}.noise")
+        rates = None
+        # Only schedules ask for the round, which is not the same for all clients in virtual time.
+        if local.schedules:
+            rates = local.learning_rates(
+                schedule.active_steps.to(torch.int64), rng.round, self.rounds
+            )
         return TrainingWork(
             data.samples,
             indices.to(device),
@@ -253,9 +259,7 @@ class Trainer:
             draw_keys=draw_keys,
             augment=self._make_augmentation(local, rng, purpose),
             noise=noise and noise.to(data.samples.device),
-            rates=local.learning_rates(
-                schedule.active_steps.to(torch.int64), rng.round, self.rounds
-            ),
+            rates=rates,
             seed_torch=lambda row: rng.temporary_torch_seed(
                 f"{purpose}.torch", int(data.ids[row]), device
             ),

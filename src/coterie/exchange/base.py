@@ -479,7 +479,7 @@ def check_peers(
         raise ExchangeError(f"peer ids run from {low} to {high}; expected -1 to {population - 1}")
 
 
-def _find_withheld(board: Message) -> Bool[Tensor, " clients"]:
+def find_withheld(board: Message) -> Bool[Tensor, " clients"]:
     """Return which messages reach nobody: those with a model that is NaN or infinite anywhere.
 
     The same holds for an extra. Nodes refuse to send them, so they do not count in one process
@@ -526,7 +526,7 @@ def make_inbox(
     place = torch.full((population + 1,), -1, dtype=torch.int64)
     place[board.ids] = torch.arange(len(board))
     index = place[peers]
-    mask = (index >= 0) & (peers >= 0) & ~_find_withheld(board)[index]
+    mask = (index >= 0) & (peers >= 0) & ~find_withheld(board)[index]
     return Inbox(
         table=board.params,
         # Every index is legal; the mask says which ones count.

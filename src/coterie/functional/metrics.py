@@ -586,6 +586,35 @@ BANDWIDTH = Metric(
     better="lower",
     shown="not",
 )
+# In virtual time.
+OWN_ROUNDS = Metric("own_rounds", "rounds that a client has done so far by itself", shown="curve")
+STALENESS = Metric(
+    "staleness",
+    "mean age of the messages that a client read, in its own rounds",
+    "age of what was read",
+    "staleness",
+    "lower",
+    shown="curve",
+)
+STALENESS_SECONDS = replace(
+    STALENESS,
+    name="staleness_seconds",
+    text="mean age of the messages that a client read, in seconds of virtual time",
+    title="age of what was read",
+    short="",
+    unit="s",
+)
+IDLE_SHARE = Metric(
+    "idle_share",
+    "share of virtual time in which a client did not compute",
+    "time without work",
+    "idle",
+    "lower",
+    unit="%",
+    scale=100.0,
+    digits=1,
+    shown="curve",
+)
 REFUSED = Metric(
     "refused",
     "models that a client, or its server, refused to mix in a round",

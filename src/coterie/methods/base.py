@@ -45,7 +45,8 @@ With a meaning of their own (`RESERVED_REPORT_KEYS`): `peers` (ids read), `arriv
 (mixing weight of each slot), `own_weight`, `bytes`, `similarities` and `probabilities` (of each
 slot, see `similarity_report`), `label` (found cluster), `losses` and `train_samples` of
 `Task.train`, `trained` (the models before the exchange that ends a round, which are the ones to
-judge). `slots_refused` is the loop's: which of the `peers` the client refused.
+judge). The loop adds `slots_refused`, which of the `peers` the client refused, and in virtual time
+`ages` and `age_seconds`, how old each message was.
 """
 
 RESERVED_REPORT_KEYS = frozenset(
@@ -60,13 +61,14 @@ RESERVED_REPORT_KEYS = frozenset(
         "train_samples",
         "trained",
     }
-    | {"slots_refused", "similarities", "probabilities"}
+    | {"slots_refused", "similarities", "probabilities", "ages", "age_seconds"}
 )
 """Names of a report that are no metrics."""
 
 SLOT_FILLS = {
     **{"peers": -1, "arrived": 0, "weights": 0, "bytes": 0, "slots_refused": 0},
     **{"similarities": torch.nan, "probabilities": torch.nan, "losses": torch.nan},
+    **{"ages": -1, "age_seconds": torch.nan},
 }
 """Entries of a report with a column for each slot or step, and the value of what a client lacks."""
 
@@ -120,9 +122,9 @@ class State:
     def select_rows(self, rows: Int[Tensor, " rows"]) -> "State":
         """Return the state of some hosted clients."""
         # `shared` belongs to the server role and has no clients axis: it stays whole.
-        memory = map_tensors(self.memory, lambda t: t[rows])
-        moments = map_tensors(self.moments, lambda t: t[rows])
-        return State(self.params[rows], memory, self.shared, moments)
+        memory = map_tensors(self.memory, lambda t: pages.take_rows(t, rows))
+        moments = map_tensors(self.moments, lambda t: pages.take_rows(t, rows))
+        return State(pages.take_rows(self.params, rows), memory, self.shared, moments)
 
     def replace_rows(self, rows: Int[Tensor, " rows"], new: "State") -> "State":
         """Return this state with some rows replaced, and the new shared part."""
@@ -134,6 +136,13 @@ class State:
         memory = zip_tensors(self.memory, new.memory, place_rows)
         moments = zip_tensors(self.moments, new.moments, place_rows)
         return State(place_rows(self.params, new.params), memory, new.shared, moments)
+
+    def assign_rows(self, rows: Int[Tensor, " rows"], new: "State") -> None:
+        """Write the state of some clients into this one, whose tensors belong to the caller."""
+        self.params[rows] = new.params
+        for own, other in ((self.memory, new.memory), (self.moments, new.moments)):
+            for mine, value in zip(list_tensors(own), list_tensors(other), strict=True):
+                mine[rows] = value
 
 
 def map_tensors(value: Any, function: Any) -> Any:
@@ -502,11 +511,11 @@ class PeerMethod(Method):
         else:
             mixed, info = self.exchange_with_retries(rnd, state)
             state, trained = self.train_locally(
-                rnd, mixed, in_place=self._can_train_in_place(mixed, state)
+                rnd, mixed, in_place=self.can_train_in_place(mixed, state)
             )
         return state, {**info, **trained}
 
-    def _can_train_in_place(self, mixed: State, before: State) -> bool:
+    def can_train_in_place(self, mixed: State, before: State) -> bool:
         """Return whether training may change an exchange's models: nothing else uses them."""
         # `remember_update` compares with the models from before the training, so they must survive
         # it.

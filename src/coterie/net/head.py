@@ -36,6 +36,7 @@ _OPTIONAL = (
     "acceptance",
     "attacks",
     "portable",
+    "time",
 )  # unset, they say what rosters that do not know them say
 FROZEN = "model.frozen"
 """The setting that names the frozen weights; it is in the model's hash, not in the study's."""

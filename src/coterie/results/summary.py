@@ -260,6 +260,10 @@ def count_client_rounds(table: pd.DataFrame) -> int:
     Args:
         table: the metrics table of a run.
     """
+    # In virtual time a client does several rounds in one of the table, or none; it counts them.
+    own = table.loc[(table["metric"] == metrics.OWN_ROUNDS.name).to_numpy()]
+    if len(own):
+        return int(own.loc[(own["round"] == own["round"].max()).to_numpy(), "value"].sum())
     # One row of the training loss for each client and round; a warm-up has round -1.
     trained = (
         (table["split"] == "train") & (table["metric"] == metrics.LOSS.name) & (table["round"] >= 0)

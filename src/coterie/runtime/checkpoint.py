@@ -50,6 +50,7 @@ _OPTIONAL = (
     "attacks",
     "record_similarities",
     "portable",
+    "time",
 )
 _NEWER_FIELDS = ("aggregation", "selection")
 """Fields of methods that older checkpoints do not have; there they are unset."""
@@ -135,6 +136,7 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None
         "validation": loop.validation,
         "privacy": loop.task.trainer.totals.privacy.snapshot(),
         "exchange": getattr(loop.exchange, "snapshot", dict)(),
+        "loop": loop.snapshot(),
         "record": record,
     }
     # A tensor's name begins with what it belongs to, which `load` selects by.
@@ -251,6 +253,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
     if restore is not None:
         restore(select_tensors("exchange."))
     loop.next_round, loop.train_samples = found["round"], found["samples"]
+    loop.restore(select_tensors("loop."))
     loop.skipped_rounds = [(first, last) for first, last in found.get("skipped", ())]
     loop.alone_rounds = [(first, last) for first, last in found.get("alone", ())]
     # The last step, when everything is in place: blocks receive their parts.

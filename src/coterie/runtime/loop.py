@@ -220,6 +220,13 @@ class Loop:
     def gather_state(self) -> None:
         """Collect the state of clients that other processes host; here it does nothing."""
 
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return what later rounds depend on in addition to the state, for a checkpoint."""
+        return {}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the result of `snapshot`."""
+
     def scatter_state(self) -> None:
         """Send restored state to the processes that host the clients; here it does nothing."""
 
@@ -433,6 +440,11 @@ class Loop:
             narrow_exchange(self.exchange, self.task.sharing, models).retire_clients(
                 ids[new], models[new]
             )
+        self._record_evaluation(index, params, extra)
+
+    def _record_evaluation(self, index: int, params: Tensor, extra: Info) -> None:
+        """Record how the models do now: on validation data, and where it is time on test sets."""
+        ids = self.task.ids
         self.record.add_metrics(index, ids, "validation", "current", self.validation)
         self.record.add_metrics(index, ids, "train", "current", self._measure_clients())
         if (label := metrics.LABEL.name) in extra:

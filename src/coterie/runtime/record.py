@@ -24,12 +24,16 @@ METRIC_COLUMNS = ("round", "client", "cluster", "split", "model", "metric", "val
 EDGE_COLUMNS = ("round", "reader", "read", "purpose", "weight", "bytes")
 SIMILARITY_COLUMNS = ("similarity", "probability")
 """Further columns of edges in a run that records similarities; NaN where a method has none."""
+AGE_COLUMNS = ("age", "age_seconds")
+"""Further columns of edges in virtual time: how old a message was, in rounds of its reader and in
+seconds; -1 and NaN where none arrived."""
 _NAMES = ("split", "model", "metric", "purpose")
 _TYPES = {
     "value": "float64",
     "weight": "float64",
     "bytes": "int64",
     **dict.fromkeys(SIMILARITY_COLUMNS, "float32"),
+    "age_seconds": "float64",
 }
 """Of columns; all others are int32."""
 
@@ -77,6 +81,7 @@ class Record:
         hidden: which members of the population have no metrics: attackers.
         similarities: whether edges have SIMILARITY_COLUMNS.
         data: a digest of all data of the run; "" where nobody needs it.
+        ages: whether edges have AGE_COLUMNS.
     """
 
     def __init__(
@@ -87,16 +92,17 @@ class Record:
         hidden: Bool[Tensor, " population"] | None = None,
         similarities: bool = False,
         data: str = "",
+        ages: bool = False,
     ) -> None:
         self.data = data
-        self.hidden, self.similarities = hidden, similarities
+        self.hidden, self.similarities, self.ages = hidden, similarities, ages
         self.clusters = clusters.numpy()
         self.ids = None if ids is None else ids.numpy()
         self.client_names = dict(client_names or {})
         self.names: list[str] = []
-        self._metrics, self._edges = _ColumnTable(METRIC_COLUMNS), _ColumnTable(EDGE_COLUMNS)
-        if similarities:
-            self._edges = _ColumnTable((*EDGE_COLUMNS, *SIMILARITY_COLUMNS))
+        further = SIMILARITY_COLUMNS * similarities + AGE_COLUMNS * ages
+        self._metrics = _ColumnTable(METRIC_COLUMNS)
+        self._edges = _ColumnTable((*EDGE_COLUMNS, *further))
 
     def _name_code(self, text: str) -> int:
         if text not in self.names:
@@ -209,6 +215,10 @@ class Record:
                 if key in info:
                     further[name] = info[key][asked].cpu().numpy()
             further["similarity"] = np.where(arrived.cpu().numpy(), further["similarity"], np.nan)
+        if self.ages:
+            found = arrived.cpu().numpy()
+            further["age"] = np.where(found, info["ages"][asked].numpy(), -1)
+            further["age_seconds"] = np.where(found, info["age_seconds"][asked].numpy(), np.nan)
         self._edges.add_rows(
             len(reader),
             round=round,

@@ -19,7 +19,7 @@ from coterie._util.settings import (
 )
 from coterie.engine.precision import Precision
 from coterie.engine.task import InitMode, LocalTraining
-from coterie.errors import require
+from coterie.errors import ConfigError, require
 from coterie.exchange.accepting import Acceptance
 from coterie.exchange.attacking import Attack
 from coterie.functional.losses import Loss, make_loss, normalize_loss_setting
@@ -31,9 +31,18 @@ from coterie.functional.metrics import (
     split_requested,
 )
 from coterie.methods.base import Method, Order, PeerMethod
+from coterie.runtime.virtual_time import VirtualTime
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-Schedule = Literal["synchronous", "sequential_exchange", "sequential"]
+Schedule = Literal["synchronous", "asynchronous", "sequential_exchange", "sequential"]
+_NEEDS_STEP = {
+    "participation": "every client goes on by itself, and nobody draws a cohort",
+    "new_clients": "they join after the last round of all, and there is none",
+    "validate_every": "each client validates after each of its own rounds",
+    "local.lr_schedule": "it runs over all rounds, and clients do not know how many they will do",
+    "local.dp": "epsilon is counted by rounds of all clients",
+}
+"""Why settings do not go with clients that have rounds of their own."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,12 @@ class Settings(Configurable):
             name of an object or a dict, or a place in a tuple. When None: `logits`, or the only
             tensor. A model by name can say it too.
         order: "exchange_first" or "train_first"; the method's own order when None.
-        schedule: "synchronous"; "sequential_exchange" and "sequential" let clients act one after
-            another on each other's newest models, as some published code does, in simulation only.
+        schedule: "synchronous"; with "asynchronous" nobody waits: each client has rounds of its own
+            in virtual time (see `time`), in simulation only; "sequential_exchange" and "sequential"
+            let clients act one after another on each other's newest models, as some published code
+            does, in simulation only.
+        time: how long things take with schedule = "asynchronous": a table of settings of
+            `runtime.virtual_time.VirtualTime`.
         warmup_epochs: local epochs before the first exchange, whatever `local.steps`; as many
             epochs or steps as in a round when None. Not for "train_first".
         participation: share of clients in (0, 1], or a count above 1, that takes part in a round.
@@ -134,6 +147,7 @@ class Settings(Configurable):
     output: str | int | None = None
     order: Order | None = None
     schedule: Schedule = "synchronous"
+    time: Mapping[str, Any] | None = None
     warmup_epochs: NonNegativeInt | None = None
     participation: PositiveFloat = 1.0
     patience: PositiveInt | None = None
@@ -164,9 +178,9 @@ class Settings(Configurable):
     def _check_rules(self) -> None:
         """Check settings that depend on each other.
 
-        Test evaluations coincide with validation; optimizer states can outlast a round in the
-        synchronous schedule only. Losses and metrics are stored as plain values. What has an import
-        path is imported when a run begins, so that results can be read where it cannot be imported.
+        Test evaluations coincide with validation; optimizer states can outlast a round where clients
+        do not act one after another. Losses and metrics are stored as plain values. What has an
+        import path is imported when a run begins, so that results can be read where it cannot be.
         """
         # The class is frozen; `check` runs when it is created.
         loss, output = self.loss, self.output
@@ -186,10 +200,11 @@ class Settings(Configurable):
             self.eval_every,
             f"a multiple of validate_every ({every})",
         )
-        keeps = self.local.persistent_client_optimizer and self.schedule != "synchronous"
-        require(
-            not keeps, "local.persistent_client_optimizer", True, "schedule = 'synchronous' with it"
-        )
+        self._check_time()
+        sequential = self.schedule.startswith("sequential")
+        keeps = self.local.persistent_client_optimizer and sequential
+        expected = "schedule = 'synchronous' or 'asynchronous' with it"
+        require(not keeps, "local.persistent_client_optimizer", True, expected)
         # "acceptance = true" and a table of its defaults are stored in the same form.
         judges = self.acceptance_rules
         if judges is not None:
@@ -201,6 +216,37 @@ class Settings(Configurable):
             require(fits, name, getattr(self, name), "schedule = 'synchronous' with it")
         fits = self.attacks is None or self.new_clients is None
         require(fits, "attacks", self.attacks, "no new_clients with it")
+
+    def _check_time(self) -> None:
+        """Check the table of virtual time, and what clients with rounds of their own cannot do."""
+        time, fits = self.virtual_time, self.schedule == "asynchronous"
+        require(
+            (time is None) != fits, "time", self.time, "it with schedule = 'asynchronous' alone"
+        )
+        if time is None:
+            return
+        object.__setattr__(self, "time", to_plain(time))
+        # A round of the results is a span of virtual time, in which clients do several rounds or
+        # none: what counts rounds of all clients together has no meaning.
+        refused = {
+            "participation": self.participation != 1,
+            "new_clients": self.new_clients is not None,
+            "validate_every": self.validate_every != 1,
+            "local.lr_schedule": self.local.needs_rounds,
+            "local.dp": self.local.dp_settings is not None,
+        }
+        for name, found in refused.items():
+            if found:
+                raise ConfigError(
+                    f"{name} is set; with schedule = 'asynchronous' it is not: {_NEEDS_STEP[name]}"
+                )
+
+    @property
+    def virtual_time(self) -> VirtualTime | None:
+        """How long things take; None where rounds have no time."""
+        if self.time is None:
+            return None
+        return parse_settings(VirtualTime, self.time, "time")
 
     @property
     def output_metrics(self) -> tuple[Metric, ...]:

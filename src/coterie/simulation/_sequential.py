@@ -29,12 +29,13 @@ from coterie.methods.base import (
     concatenate_rows,
     map_tensors,
 )
-from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
 from coterie.runtime.extensions import Extension
 from coterie.runtime.loop import Loop
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
+from coterie.simulation._asynchronous import AsynchronousLoop
+from coterie.simulation._publishing import check_messages, make_published_messages
 
 
 class SequentialLoop(Loop):
@@ -86,8 +87,9 @@ class SequentialLoop(Loop):
 
 def select_loop(settings: Settings) -> type[Loop]:
     """Return the class of loop that runs the schedule of the settings."""
-    if settings.schedule == "synchronous":
-        return Loop
+    for loop in (Loop, AsynchronousLoop):
+        if settings.schedule in loop.schedules:
+            return loop
     return SequentialLoop
 
 
@@ -193,7 +195,7 @@ def run_sequential_round(
     state = State(state.params.clone(), map_tensors(state.memory, torch.clone), state.shared)
     shares = rnd.task.sharing
     boards = []
-    published = _make_published_messages(method, shares, rnd.task, state)
+    published = make_published_messages(method, rnd.task, state)
     for board, kept in zip_longest(published, standing):
         if kept is not None:
             kept = narrow_message(shares, kept)
@@ -225,49 +227,15 @@ def run_sequential_round(
         if schedule == "sequential" and not early:
             own, trained = method.train_locally(part, own)
             info = {**info, **trained}
-        _assign_rows(state, rows, own)
+        state.assign_rows(rows, own)
         # After the whole wave: its clients do not depend on each other.
-        live.update(rows, _make_published_messages(method, shares, part.task, own))
+        live.update(rows, make_published_messages(method, part.task, own))
         infos.append(info)
     joined = _join_reports(infos, acted) | together
     if schedule == "sequential_exchange" and not early:
         state, trained = method.train_locally(rnd, state)
         joined |= trained
     return state, joined
-
-
-def check_messages(method: PeerMethod, task: Task, state: State, schedule: str) -> None:
-    """Check before the first round that a method works with clients acting in sequence.
-
-    Args:
-        method: of the run.
-        task: of all hosted clients.
-        state: before the first round.
-        schedule: of the run.
-
-    Raises:
-        ConfigError: when it cannot say in advance what it publishes.
-    """
-    # One client is enough, since `publish` has the same form for all.
-    one = torch.zeros(1, dtype=torch.int64)
-    try:
-        method.publish_all(task.select_clients(one), state.select_rows(one))
-    except ConfigError as error:
-        raise ConfigError(f"schedule = {schedule!r}: {error}; use 'synchronous'") from error
-
-
-def _make_published_messages(
-    method: PeerMethod, shares: ParameterSharing, task: Task, state: State
-) -> list[Message]:
-    """Return what leaves clients in each exchange; models shared by exchanges are cut once."""
-    models: dict[int, Tensor] = {}
-    out = []
-    for message in method.publish_all(task, state):
-        key = id(message.params)
-        if key not in models:
-            models[key] = narrow_message(shares, message).params
-        out.append(dataclasses.replace(message, params=models[key]))
-    return out
 
 
 def _describe_message(message: Message) -> str:
@@ -380,11 +348,3 @@ def _add_standing_message(message: Message, ids: Tensor, standing: Message | Non
     return Message(
         torch.cat([message.params, standing.params]), fields, torch.cat([ids, standing.ids])
     )
-
-
-def _assign_rows(state: State, rows: Tensor, new: State) -> None:
-    """Write the new state of some clients into a state owned by the caller."""
-    state.params[rows] = new.params
-    if state.memory is not None:
-        for item in dataclasses.fields(state.memory):
-            getattr(state.memory, item.name)[rows] = getattr(new.memory, item.name)

@@ -506,7 +506,10 @@ def _make_record(
         truth = federation.truth.cluster
     if parts is not None:
         ids = parts.ids
-    return Record(truth, federation.names_by_id, ids, hidden, settings.record_similarities, data)
+    return Record(
+        truth, federation.names_by_id, ids, hidden, settings.record_similarities, data,
+        ages=settings.virtual_time is not None,
+    )  # fmt: skip
 
 
 def _check_types(federation: object, method: object, model: object, settings: object) -> None:
@@ -599,6 +602,9 @@ def _forecast_run(
         remembered += 5 * len(task) * task.population
     elsewhere = task.population - len(task)
     reads = _expected_reads(method, task)
+    free = settings.schedule == "asynchronous"
+    if free:  # of what clients remember before their round, and at its end
+        remembered *= 2
     share = settings.participation
     if share > 1:  # a count of clients
         share /= task.population
@@ -620,7 +626,10 @@ def _forecast_run(
             tracks=method.tracks,
             train_first=(settings.order or method.order) == "train_first",
         )
-        + judges,
+        + judges
+        # In virtual time: of rounds that have begun, and on the boards, where messages are also on
+        # their way.
+        + 3 * free,
         # Optimizer values count only where they outlast a round.
         moments=method.tracks
         * settings.local.num_moments

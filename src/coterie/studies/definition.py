@@ -208,6 +208,17 @@ class StudyConfig(Configurable):
                     f"two methods are called {entry.label!r}; give each a label of its own"
                 )
             seen.add(fold_name(entry.label))
+        # Tables and curves of a study have one axis of rounds.
+        spans = {}
+        for entry in self.methods:
+            time = entry.settings.virtual_time
+            spans.setdefault(time and time.record_seconds, entry.label)
+        if len(spans) > 1:
+            (one, label), (other, second), *_ = spans.items()
+            raise ConfigError(
+                f"a round of {label!r} is {_describe_span(one)}, and of {second!r} "
+                f"{_describe_span(other)}; expected the same for all methods of a study"
+            )
 
     def select_run(self, label: str, seed: int) -> "StudyConfig":
         """Return the study of one run: this method with this seed."""
@@ -237,6 +248,12 @@ class StudyConfig(Configurable):
         patience = entry.settings.patience and max(1, round(entry.settings.patience * self.scale))
         settings = replace(entry.settings, patience=patience, **scale_rounds(entry.settings))
         return replace(entry, method=method, settings=settings)
+
+
+def _describe_span(seconds: float | None) -> str:
+    if seconds is None:
+        return "one of all clients"
+    return f"{seconds:g} seconds of virtual time"
 
 
 def make_study(

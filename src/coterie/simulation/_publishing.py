@@ -1,0 +1,44 @@
+"""What clients publish before a round, for schedules in which others read it at another time."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from coterie.engine.task import Task
+from coterie.errors import ConfigError
+from coterie.exchange.base import Message
+from coterie.exchange.narrowed import narrow_message
+from coterie.methods.base import PeerMethod, State
+
+
+def check_messages(method: PeerMethod, task: Task, state: State, schedule: str) -> list[Message]:
+    """Return what one client publishes, and check that it is known before a round.
+
+    Args:
+        method: of the run.
+        task: of all hosted clients.
+        state: before the first round.
+        schedule: of the run.
+
+    Raises:
+        ConfigError: when the method cannot say in advance what it publishes.
+    """
+    # One client is enough, since `publish` has the same form for all.
+    one = torch.zeros(1, dtype=torch.int64)
+    try:
+        return make_published_messages(method, task.select_clients(one), state.select_rows(one))
+    except ConfigError as error:
+        raise ConfigError(f"schedule = {schedule!r}: {error}; use 'synchronous'") from error
+
+
+def make_published_messages(method: PeerMethod, task: Task, state: State) -> list[Message]:
+    """Return what leaves clients in each exchange; models shared by exchanges are cut once."""
+    models: dict[int, Tensor] = {}
+    out = []
+    for message in method.publish_all(task, state):
+        key = id(message.params)
+        if key not in models:
+            models[key] = narrow_message(task.sharing, message).params
+        out.append(dataclasses.replace(message, params=models[key]))
+    return out

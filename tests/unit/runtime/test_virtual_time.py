@@ -1,0 +1,123 @@
+"""Virtual time: ends of rounds, delays and pauses, against slow counting by hand."""
+
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coterie.errors import ConfigError
+from coterie.rng import Rng
+from coterie.runtime import virtual_time
+from coterie.runtime.virtual_time import SECOND, Clock, VirtualTime, _work_between_pauses
+from coterie.runtime.virtual_time import Pause as PauseTable
+from coterie.testing.tiny import tiny_settings
+
+_TENTH = SECOND // 10
+_pauses = st.lists(
+    st.builds(
+        lambda start, length, gap: (start, length, gap),
+        st.integers(0, 30),
+        st.integers(1, 8),
+        st.none() | st.integers(1, 9),
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(_pauses, st.integers(0, 40), st.integers(1, 25))
+def test_work_goes_on_between_pauses(tables, begin, work):
+    """Against a count of every tenth of a second in which nobody pauses."""
+    pauses = []
+    for start, length, gap in tables:
+        every = None if gap is None else (length + gap) / 10
+        pauses.append(PauseTable(start=start / 10, seconds=length / 10, every=every))
+
+    def is_paused(tick):
+        for start, length, gap in tables:
+            since = tick - start
+            if gap is not None and since >= 0:
+                since %= length + gap
+            if 0 <= since < length:
+                return True
+        return False
+
+    tick, left = begin, work
+    while left and tick < 2_000:
+        left -= not is_paused(tick)
+        tick += 1
+    if left:  # pauses that cover all time
+        with (
+            mock.patch.object(virtual_time, "_MOST_PAUSES", 500),
+            pytest.raises(ConfigError, match="no time to end a round"),
+        ):
+            _work_between_pauses(pauses, begin * _TENTH, work * _TENTH)
+        return
+    assert _work_between_pauses(pauses, begin * _TENTH, work * _TENTH) == tick * _TENTH
+
+
+def test_a_round_takes_its_steps_with_its_own_jitter():
+    time = VirtualTime(step_seconds=[0.5, 2.0], jitter=0.25)
+    clock = Clock(time, [4, 3], seed=7)
+    for client, seconds in ((0, 2.0), (1, 6.0)):
+        noise = Rng(7).at_round(5).generator("time.jitter", client).standard_normal()
+        expected = 11 + round(seconds * np.exp(0.25 * noise) * SECOND)
+        assert clock.end_round(client, 5, 11) == (expected, 0)
+
+
+def test_what_a_client_draws_does_not_depend_on_the_others():
+    time = VirtualTime(round_seconds={"kind": "lognormal", "median": 2.0, "sigma": 0.5})
+    few, many = Clock(time, [1] * 3, seed=1), Clock(time, [1] * 30, seed=1)
+    assert few.work.tolist() == many.work[:3].tolist()
+    assert len(set(many.work.tolist())) == 30
+
+
+def test_drawn_pauses_are_as_often_and_as_long_as_said():
+    clock = Clock(VirtualTime(pause_share=0.25, pause_seconds=3.0), [1] * 400, seed=0)
+    ends = [clock.end_round(client, round, 0) for client in range(400) for round in range(5)]
+    assert {*ends} == {(SECOND, 0), (4 * SECOND, 3 * SECOND)}
+    share = np.mean([paused > 0 for _, paused in ends])
+    assert abs(share - 0.25) < 4 * np.sqrt(0.25 * 0.75 / 2000)
+
+
+def test_a_message_takes_both_latencies_and_the_slower_link():
+    clock = Clock(VirtualTime(latency=[0.1, 0.2, 0.0], bandwidth=[100, 400, 50]), [1] * 3, seed=0)
+    delays = clock.message_delays(np.array([[0], [1]]), np.array([[1, 2], [0, 2]]), 200)
+    assert (delays / SECOND).tolist() == [[2.3, 4.1], [2.3, 4.2]]
+    # no reader is farther than this
+    everybody = np.arange(3)
+    farthest = clock.message_delays(everybody[:, None], everybody, 200).max(0)
+    assert (clock.longest_delays(200) >= farthest).all()
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"round_seconds": 0.0}, "takes 0.0 seconds for a round; expected more than 0"),
+        ({"round_seconds": [1.0]}, "has 1 numbers; expected one for each of the 2"),
+        ({"bandwidth": [1.0, 0.0]}, "bandwidth is 0 for a client"),
+        ({"pauses": [{"start": 0, "seconds": 1, "clients": [2]}]}, "expected numbers below 2"),
+        ({"pause_seconds": [1.0] * 3, "pause_share": 0.5}, "has 3 numbers"),
+    ],
+)
+def test_what_does_not_fit_the_clients_is_refused(table, message):
+    with pytest.raises(ConfigError, match=message):
+        Clock(VirtualTime(**table), [1, 1], seed=0)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"latency": {"kind": "normal"}}, "unknown distribution 'normal'"),
+        ({"latency": {"median": 1.0}}, "latency: kind is missing"),
+        ({"round_seconds": {"kind": "uniform", "low": 2, "high": 1}}, "high is 1.0; expected low"),
+        ({"pauses": [{"start": 0, "seconds": 5, "every": 5}]}, "every is 5.0; expected more than"),
+        ({"record_seconds": 1e-12}, "record_seconds"),
+        ({"record_second": 1}, "did you mean 'record_seconds'"),
+    ],
+)
+def test_a_table_is_checked_where_it_is_given(table, message):
+    with pytest.raises(ConfigError, match=message):
+        tiny_settings(schedule="asynchronous", time=table)
