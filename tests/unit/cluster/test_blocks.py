@@ -12,9 +12,10 @@ import torch
 from coterie.cluster import blocks
 from coterie.cluster.blocks import ThreadBlocks, simulate_in_blocks
 from coterie.cluster.exchange import BlockInterrupted, Postbox
+from coterie.data.federation import Truth
 from coterie.exchange.base import Message
-from coterie.methods import Local
-from coterie.simulation.run import simulate
+from coterie.methods import METHODS, Local
+from coterie.simulation.run import RunPlan, simulate
 from coterie.testing import tiny_federation, tiny_settings
 
 ADDRESS = (0, 0, "part")
@@ -121,3 +122,26 @@ def test_clients_that_diverge_are_those_of_one_process():
     assert whole.facts() == parted.facts()
     assert "diverged" in whole.facts()[1]
     pd.testing.assert_frame_equal(whole.metrics, parted.metrics)
+
+
+@pytest.mark.parametrize(("kind", "told"), [("oracle", True), ("local", False)])
+def test_a_block_is_made_of_its_own_clients_and_of_the_tests_that_they_use(kind, told):
+    """Only a method that asks for the planted clusters gets them."""
+    data = tiny_federation()
+    data = replace(data, truth=Truth(torch.tensor([0, 1, 0, 1, 0, 1]), (), ()))
+    plan = RunPlan(data, METHODS[kind](), "linear", tiny_settings(), 3, [])
+    rows = [torch.tensor([0, 3]), torch.tensor([1, 2, 4, 5])]
+    specs = list(blocks.iterate_block_specs(plan, rows))
+    assert [spec.number for spec in specs] == [0, 1]
+    for spec, mine in zip(specs, rows, strict=True):
+        part = spec.plan.federation
+        assert part.ids.tolist() == mine.tolist()
+        assert spec.owner.tolist() == [0, 1, 1, 0, 1, 1]
+        assert spec.pool is None
+        used = [part.tests[place] for place in part.test_of.tolist()]
+        assert used == [data.tests[place] for place in data.test_of[mine].tolist()]
+        assert len(part.tests) == len({*part.test_of.tolist()})
+        if told:
+            assert part.truth.cluster.tolist() == [row % 2 for row in mine.tolist()]
+        else:
+            assert part.truth is None

@@ -855,12 +855,11 @@ class Lowering:
 
     def _op_constant_pad_nd(self, x: Value, pads: Sequence[int], value: Number = 0) -> Value:
         # Negative padding cuts off. Pads come in pairs, from the last axis on.
-        if any(p < 0 for p in pads):
-            for k in range(len(pads) // 2):
-                axis = len(x.shape) - 1 - k
-                before, after = min(0, pads[2 * k]), min(0, pads[2 * k + 1])
-                x = self._sliced(x, axis, -before, x.shape[axis] + before + after)
-            pads = [max(0, p) for p in pads]
+        for k in range(len(pads) // 2):
+            axis = len(x.shape) - 1 - k
+            before, after = min(0, pads[2 * k]), min(0, pads[2 * k + 1])
+            x = self._sliced(x, axis, -before, x.shape[axis] + before + after)
+        pads = [max(0, p) for p in pads]
         shape = list(x.shape)
         starts = [0] * len(shape)
         for k in range(len(pads) // 2):

@@ -348,15 +348,27 @@ class OverTheBatch(nn.Module):
         return self.inner(x - x.mean(0))
 
 
+class DrawsByFeature(nn.Module):
+    """A model whose draws for a feature lie side by side: those of a sample depend on how many there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.inner(x * functional.dropout(torch.ones(4, len(x)).to(x), 0.5, True).t())
+
+
 @pytest.mark.parametrize(
     ("module", "together"),
     [
+        (DrawsByFeature, True),
         (OverTheBatch, True),
         (lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)), True),
         (lambda: nn.Sequential(nn.Linear(4, 2), nn.Tanh()), False),
         (lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 2)), False),
     ],
-    ids=["mean", "batch normalization", "none", "dropout"],
+    ids=["draws by feature", "mean", "batch normalization", "none", "dropout"],
 )
 def test_whether_samples_depend_on_those_next_to_them_is_found(module, together):
     layout = Layout(nn.Sequential(module()), torch.float64)
