@@ -127,6 +127,26 @@ def mutants(rows: Rows) -> str:
 
 def sampled(rows: Rows) -> str:
     """Return the part on faults that a program draws."""
+    return (
+        "The same with faults that nobody chose: a program draws them from all places of a package where a comparison, "
+        "a number, an operator, a condition, the order of arguments, a call or a step can be changed "
+        "(`scripts/sampled_mutants.py` has the list). A new seed is a new sample, so the share is an estimate for faults that "
+        "nobody thought of; the tests were not written for it. In *the same program*, the change makes no difference, for a "
+        "reason that is listed in tests/mutants/equivalent; such changes are not counted.\n\n"
+        + _sample(rows)
+    )
+
+
+def sampled_before(rows: Rows) -> str:
+    """Return the part on an earlier sample."""
+    return (
+        "Another seed, before tests were written for the kinds of faults that survived in it.\n\n"
+        + _sample(rows)
+    )
+
+
+def _sample(rows: Rows) -> str:
+    """Return the table of a sample and the list of what the tests did not notice."""
     packages = list(dict.fromkeys(row["package"] for row in rows))
     cells = []
     for name in [*packages, "all"]:
@@ -139,15 +159,8 @@ def sampled(rows: Rows) -> str:
             place = f"`{row['file']}` line {row['line']}, {row['kind']}"
             survived.append(f"* {place}: `{row['before']}` became `{row['after']}`")
     listed = "\n\nNot noticed:\n\n" + "\n".join(survived) if survived else ""
-    return (
-        "The same with faults that nobody chose: a program draws them from all places of a package where a comparison, "
-        "a number, an operator, a condition, the order of arguments, a call or a step can be changed "
-        "(`scripts/sampled_mutants.py` has the list). A new seed is a new sample, so the share is an estimate for faults that "
-        "nobody thought of; the tests were not written for it. In *the same program*, the change makes no difference, for a "
-        "reason that is listed in tests/mutants/equivalent; such changes are not counted.\n\n"
-        + table(("package", "faults", *NOTICED, "share noticed", "the same program"), cells)
-        + listed
-    )
+    heads = ("package", "faults", *NOTICED, "share noticed", "the same program")
+    return table(heads, cells) + listed
 
 
 def _counts(numbers: list[int]) -> tuple[object, ...]:
@@ -209,6 +222,7 @@ SECTIONS = (
     ("Combinations that nobody chose", "reliability/adversary", adversary),
     ("Faults in the code", "reliability/mutants", mutants),
     ("Faults in the code, drawn at random", "reliability/sampled-mutants", sampled),
+    ("An earlier sample", "reliability/sampled-mutants-4021", sampled_before),
 )
 
 
