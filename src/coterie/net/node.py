@@ -68,6 +68,7 @@ ARRIVALS = "arrivals.jsonl"
 _LEAST_DEADLINE = 30.0
 _PAUSE_EACH = 0.005  # seconds: asking a thousand costs some hundredths of one
 _ASKING = 8  # members that are asked for their heads at a time
+_LOOK_AGAIN = 0.02  # seconds between two looks at how far those are who read this node
 _SAY_AGAIN = 60.0  # seconds between two events of one wait
 
 
@@ -508,6 +509,26 @@ class Node:
             if self.loop.next_round >= 0:
                 self._catch_up()
 
+    def _keep_step(self) -> None:
+        """Wait for those who read this node when most of them are rounds behind it.
+
+        Who reads others is in step by that. Who reads nobody, or nobody who still trains, would run
+        away from its readers, and the messages that they need would be dropped.
+        """
+        slow = self.post.terms.slow or self.post.deadline()
+        left_out = {self.transport.name, *self.post.pace.list_slow(self.loop.next_round)}
+        while not self._stop.is_set():
+            now = time.monotonic()
+            # Who asks no more, or takes long between two rounds, is not waited for.
+            recent = {
+                name: lag
+                for name, (lag, at) in self.transport.outbox.lags.copy().items()
+                if now - at < slow and name not in left_out
+            }
+            if 2 * sum(lag >= KEEP // 2 for lag in recent.values()) <= len(recent):
+                return
+            self._stop.wait(_LOOK_AGAIN)
+
     def _check_quorum(
         self, names: Iterable[str], present: Collection[str], least: int, waited: float
     ) -> None:
@@ -753,6 +774,7 @@ class Node:
         # Between rounds, so that one round has one roster.
         self.update_roster()
         self._await_quorum()
+        self._keep_step()
         if self._stop.is_set():
             return
         index, began, traffic = self.loop.next_round, time.perf_counter(), self.post.traffic

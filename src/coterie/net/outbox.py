@@ -67,6 +67,8 @@ class Outbox:
         clock: a monotonic clock in seconds.
 
     Attributes:
+        lags: by how many rounds each asker's newest question for a model was behind this node, and
+            when it came.
         permit: called with (asker, address, answer) before each answer is given; a message that it
             does not permit is not sent. It must not wait.
     """
@@ -84,6 +86,7 @@ class Outbox:
         self._waiting: dict[tuple[str, Address], _Waiting] = {}
         self._sending: dict[str, int] = {}
         self._newest = -2
+        self.lags: dict[str, tuple[int, float]] = {}
         self.permit: Callable[[str, Address, Parcel | Missing], bool] = (
             lambda asker, address, what: True
         )
@@ -143,6 +146,8 @@ class Outbox:
         with self._change:
             # A bound on how long an asker can keep a question open.
             waiting = _Waiting(asker, address, self._clock() + max(0.0, min(wait, 3600.0)), answer)
+            if address.kind == "model":
+                self.lags[asker] = self._newest - address.round, self._clock()
             # The same question again replaces the older one, which is answered at once.
             older = self._waiting.pop((asker, address), None)
             answers = [] if older is None else [(older.answer, self._make_missing("busy"))]

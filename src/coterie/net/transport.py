@@ -51,6 +51,8 @@ class Transport(Protocol):
     name: str
     last_questions: dict[str, float]
     """When each other member has put its newest question here, by the monotonic clock."""
+    outbox: Outbox
+    """What this node answers from."""
     clock: Callable[[], float]
     """Seconds in which this node could receive: patience with others is measured in them."""
 

@@ -343,3 +343,61 @@ def test_a_stop_before_the_rounds_runs_none(node):
     node.run()
     assert node.loop.next_round == -1
     assert "stopped" in {one["event"] for one in events(node)}
+
+
+# ---------------------------------------------------------------- in step with its readers
+
+
+@pytest.mark.parametrize(
+    ("lags", "slow", "waits"),
+    [
+        ({}, [], 0),
+        ({"n1": 4}, [], 4),  # its only reader: until it is three rounds behind
+        ({"n1": 3}, [], 0),
+        ({"n1": 9, "n2": 0}, [], 0),  # one of two: it catches up, or is left behind
+        ({"n1": 6, "n2": 5, "n3": 0}, [], 8),  # until only one of three is far behind
+        ({"n1": 9}, ["n1"], 0),
+        ({"n0": 9}, [], 0),  # a question of its own
+    ],
+)
+def test_a_node_waits_when_most_of_its_readers_are_rounds_behind(
+    node, monkeypatch, lags, slow, waits
+):
+    """After every fourth look each reader has come a round nearer."""
+    now, looks = [100.0], []
+    known = node.transport.outbox.lags
+    known |= {name: (lag, now[0]) for name, lag in lags.items()}
+
+    def wait(seconds):
+        now[0] += seconds
+        looks.append(seconds)
+        if not len(looks) % 4:
+            known.update({name: (lag - 1, now[0]) for name, (lag, _) in known.items()})
+        return False
+
+    monkeypatch.setattr(
+        node, "_stop", SimpleNamespace(wait=wait, set=lambda: None, is_set=lambda: False)
+    )
+    monkeypatch.setattr("coterie.net.node.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(node.post.pace, "list_slow", lambda round: slow)
+    node._keep_step()
+    assert len(looks) == waits
+
+
+def test_readers_that_ask_no_more_are_not_waited_for(node, monkeypatch):
+    """n1 was far behind at its last question. Three seconds after it the node goes on."""
+    now = [100.0]
+    node.transport.outbox.lags["n1"] = 20, 99.0
+
+    def wait(seconds):
+        now[0] += seconds
+        return False
+
+    monkeypatch.setattr(
+        node, "_stop", SimpleNamespace(wait=wait, set=lambda: None, is_set=lambda: False)
+    )
+    monkeypatch.setattr("coterie.net.node.time", SimpleNamespace(monotonic=lambda: now[0]))
+    node._keep_step()
+    assert now[0] == pytest.approx(102.0, abs=0.05)
+    node._keep_step()
+    assert now[0] == pytest.approx(102.0, abs=0.05)

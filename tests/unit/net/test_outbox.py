@@ -181,3 +181,16 @@ def test_standing_messages_of_many_rounds_take_bounded_memory(outbox, monkeypatc
         ask(outbox, "b", at(round))
         outbox.note_sent("b")
     assert list(outbox._sealed) == [at(318), at(319)]
+
+
+def test_how_far_each_reader_was_behind_at_its_newest_question_is_known(outbox, clock):
+    """This node has published up to round 9. Questions of other kinds say nothing."""
+    outbox.publish(at(9), parcel("nine"))
+    clock.now = 5.0
+    ask(outbox, "a", at(9))
+    ask(outbox, "b", at(2))
+    clock.now = 6.0
+    ask(outbox, "b", at(4))
+    ask(outbox, "c", at(10))
+    ask(outbox, "d", Address(1, 0, 0, "request"))
+    assert outbox.lags == {"a": (0, 5.0), "b": (5, 6.0), "c": (-1, 6.0)}
