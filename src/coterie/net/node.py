@@ -510,22 +510,24 @@ class Node:
                 self._catch_up()
 
     def _keep_step(self) -> None:
-        """Wait for those who read this node when most of them are rounds behind it.
+        """Wait a little for those who read this node when half of them are rounds behind it.
 
         Who reads others is in step by that. Who reads nobody, or nobody who still trains, would run
-        away from its readers, and the messages that they need would be dropped.
+        away from its readers, and the messages that they need would be dropped. It waits no longer
+        than it trains, so that a member that only says so cannot hold it up.
         """
-        slow = self.post.terms.slow or self.post.deadline()
+        began, longest = time.monotonic(), self.post.pace.local()
+        # Who asks no more, or not for so many rounds, is not waited for.
+        newest = self.post.terms.slow + KEEP * longest
         left_out = {self.transport.name, *self.post.pace.list_slow(self.loop.next_round)}
-        while not self._stop.is_set():
-            now = time.monotonic()
-            # Who asks no more, or takes long between two rounds, is not waited for.
+        while not self._stop.is_set() and (now := time.monotonic()) - began < longest:
             recent = {
                 name: lag
                 for name, (lag, at) in self.transport.outbox.lags.copy().items()
-                if now - at < slow and name not in left_out
+                if now - at < newest and name not in left_out
             }
-            if 2 * sum(lag >= KEEP // 2 for lag in recent.values()) <= len(recent):
+            behind = sum(lag >= KEEP // 2 for lag in recent.values())
+            if not behind or 2 * behind < len(recent):
                 return
             self._stop.wait(_LOOK_AGAIN)
 
