@@ -256,7 +256,7 @@ class Boards:
             form = self.forms[number]
             table = form.params.new_zeros(1, *form.params.shape[1:])
             fields = {k: value.new_zeros(1, *value.shape[1:]) for k, value in form.fields.items()}
-        elif 2 * len(rows) > self.capacity:
+        elif 4 * len(rows) > self.capacity:
             # The pool itself, where copying its rows takes longer than what methods do with all.
             place[mask] = rows.numpy()[index]
             pool = self.pools[number]
