@@ -109,10 +109,6 @@ class RemoteExchange:
         self._unreachable_clients()
         return [name for name in names if name not in self._away | self._odd]
 
-    def list_seen(self) -> frozenset[str]:
-        """Return the members that took part at some time."""
-        return self._seen | self.post.transport.alive_members()
-
     def note_present(self, names: Iterable[str]) -> None:
         """Note members that have answered just now."""
         # They are asked from now on, as members that were never seen are.

@@ -527,6 +527,11 @@ class GrpcTransport:
         with self._lock:
             return frozenset(self._alive)
 
+    def lost_members(self) -> frozenset[str]:
+        """Return the members that took part, are not here, and did not say that they leave."""
+        with self._lock:
+            return frozenset(self._known - self._alive)
+
     def use_roster(self, roster: Roster) -> None:
         """Continue with another roster: links and questions that it does not allow end.
 

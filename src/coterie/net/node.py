@@ -1028,7 +1028,7 @@ class Node:
                 # the last of those who waited for this node reads its answer
                 self._stop.wait(self.patience.poll)
                 return
-            there = self.exchange.list_seen() | self._met | found.keys()
+            there = self.transport.alive_members() | self.transport.lost_members() | found.keys()
             open_ = there & set(self.other_members) - done
             if not late and not self.late and not open_:
                 return

@@ -103,6 +103,10 @@ class Transport(Protocol):
         """Return the members that are known to be alive now: a hint only."""
         ...
 
+    def lost_members(self) -> frozenset[str]:
+        """Return the members that took part, are not here, and did not say that they leave."""
+        ...
+
     def close(self) -> None:
         """Leave the network. Open questions are answered with "closing"."""
         ...
@@ -136,12 +140,14 @@ class Hub:
 
     Attributes:
         cut: pairs (asker, answerer) without a connection.
+        lost: nodes that ended without a word.
         tamper: changes the parts of a message in transit, for tests.
     """
 
     def __init__(self) -> None:
         self.nodes: dict[str, InProcess] = {}
         self.cut: set[tuple[str, str]] = set()
+        self.lost: set[str] = set()
         self.tamper: Callable[[list[tuple[bytes, bytes]]], list[tuple[bytes, bytes]]] | None = None
         self.lock = threading.Lock()
 
@@ -243,6 +249,10 @@ class InProcess:
             return frozenset(
                 n for n in there if n != self.name and (self.name, n) not in self.hub.cut
             )
+
+    def lost_members(self) -> frozenset[str]:
+        """Return the nodes that ended without a word."""
+        return frozenset(self.hub.lost - self.hub.nodes.keys())
 
     def close(self) -> None:
         """Leave the hub."""

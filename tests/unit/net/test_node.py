@@ -470,9 +470,9 @@ def test_a_node_that_is_done_stays_so_long_after_the_last_change(
 
 
 def test_a_node_that_is_done_stays_for_members_that_took_part_and_are_away(networks, monkeypatch):
-    """n1 was met and n2 was seen; n3 was neither. n1 comes back, and n2 does not: it is not waited for without end."""
+    """The links to n1 and n2 were lost. n1 comes back, and n2 does not: it is not waited for without end."""
     node, now, asks = networks("random").node(0), [0.0], []
-    node._met, node.exchange._seen = frozenset({"n1"}), frozenset({"n2"})
+    monkeypatch.setattr(node.transport, "lost_members", lambda: frozenset({"n1", "n2"}))
 
     def ask_heads(names):
         asks.append(now[0])

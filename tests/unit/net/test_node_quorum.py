@@ -229,6 +229,7 @@ def test_a_node_that_is_killed_and_comes_back_when_the_others_are_done_finishes(
             runs[5].result(10)
         nodes[5].close()
         nodes[5].transport.close()
+        network.hub.lost.add("n5")
         until(lambda: all(network.events(number, "staying") for number in range(5)))
         assert network.events(0, "staying")[0]["text"] == "until n5 are done"
         again = network.node(5)
