@@ -753,8 +753,11 @@ class Node:
 
     def _log_done(self) -> None:
         traffic = self.post.traffic
-        marked = {"skipped": self.loop.skipped_rounds, "alone": self.loop.alone_rounds}
-        marked = {name: rounds for name, rounds in marked.items() if rounds}
+        marked: dict[str, Any] = {}
+        if self.loop.skipped_rounds:
+            marked["skipped"] = self.loop.skipped_rounds
+        if self.loop.alone_rounds:
+            marked["alone"] = self.loop.alone_rounds
         self.log("done", received=traffic.received, bytes=traffic.bytes, **marked)
 
     def _collect_models(self) -> Models:
