@@ -147,6 +147,18 @@ def _draw_attacks(stream: random.Random) -> list[Case]:
     return found
 
 
+def _draw_time(stream: random.Random) -> Case:
+    table: Case = {
+        "round_seconds": stream.choice([1.0, {"kind": "choice", "values": [0.5, 1.0, 3.0]}])
+    }
+    for name, values in {
+        "latency": (0.1, 0.7), "jitter": (0.2,), "bandwidth": (1e4, 1e9), "max_staleness": (1, 3), "record_seconds": (0.5, 1.0, 2.5),
+    }.items():  # fmt: skip
+        if stream.random() < 0.4:
+            table[name] = stream.choice(values)
+    return table
+
+
 def _draw_metrics(stream: random.Random) -> list[str]:
     named = [one.name for one in REGISTRY.values() if one.function or one.on_request]
     return stream.sample([*named, *GROUPS, f"{OWN}mean_output"], stream.randint(1, 3))
@@ -183,6 +195,7 @@ TABLES: dict[tuple[str, str], Draw] = {
     ("Settings", "metrics"): _draw_metrics,
     ("Settings", "acceptance"): lambda stream: draw_some(Acceptance, stream, 2.0) or True,
     ("Settings", "attacks"): _draw_attacks,
+    ("Settings", "time"): _draw_time,
     ("Settings", "checkpoint_seconds"): _pick(0, 30),
     ("Settings", "participation"): _pick(0.2, 0.5, 0.9, 1, 2, 3),
     ("labels", "groups"): _pick([[0, 1], [1, 2]], ["0-1", "2"], [[0]]),

@@ -25,7 +25,8 @@ def list_cases():
     """`make test` has a method between peers and one with a server; `make test-more` one of each family."""
     cases = []
     for case in one_of_each_family(CASES, slow=True):
-        is_left_out = isinstance(case, tuple) and case[0] not in ("dac", "fedavg")
+        # What is left out already is no pair but a case of pytest.
+        is_left_out = case in CASES and case[0] not in ("dac", "fedavg")
         cases.append(full(*case) if is_left_out else case)
     return cases
 

@@ -1084,6 +1084,6 @@ class Node:
         for name, mean in loop.mean_validation().items():
             add(f"validation_{name}", "newest, mean over clients; NaN when one diverged", mean)
         what = "clients of this node whose validation loss is not finite"
-        add("diverged", what, int(loop.diverged_on_validation.sum()))
+        add(DIVERGED.name, what, int(loop.diverged_on_validation.sum()))
         add("process_id", "id of the process", os.getpid())
         return out

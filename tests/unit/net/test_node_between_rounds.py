@@ -312,8 +312,6 @@ def test_the_numbers_of_a_node_are_those_that_it_has(node, monkeypatch):
     assert found["coterie_certificate_days", "n1"] == pytest.approx(25.0, abs=0.01)
     assert found["coterie_certificate_days", "n5"] == pytest.approx(1000.0, abs=0.01)
     assert {labels["node"] for _, _, labels, _ in node.prometheus_samples()} == {"n0"}
-    assert nodes._if_different("a", 1, 2) == {"a": 1}
-    assert nodes._if_different("a", 1, 1) == {}
 
 
 def test_the_models_that_a_round_refused_are_written_down_before_its_checkpoint(node, monkeypatch):

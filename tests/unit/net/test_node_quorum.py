@@ -202,7 +202,7 @@ def test_a_member_that_is_done_and_begins_again_is_waited_for(six):
 
 def test_a_node_that_is_killed_and_comes_back_when_the_others_are_done_finishes(six):
     """n5 does two rounds and goes; the others end theirs, stay for it, and it ends the run with their messages."""
-    network = six(start=5.0, linger=30.0)
+    network = six(start=5.0, linger=30.0, quorum_wait=20.0)
     killed = threading.Event()
 
     def die(node: Node) -> None:
@@ -228,8 +228,9 @@ def test_a_node_that_is_killed_and_comes_back_when_the_others_are_done_finishes(
         with pytest.raises(SystemExit):
             runs[5].result(10)
         nodes[5].close()
-        nodes[5].transport.close()
+        # Before it goes: at no time may it look to the others as if it had left in order.
         network.hub.lost.add("n5")
+        nodes[5].transport.close()
         until(lambda: all(network.events(number, "staying") for number in range(5)))
         assert network.events(0, "staying")[0]["text"] == "until n5 are done"
         again = network.node(5)

@@ -243,6 +243,7 @@ def run_plainly(federation, chosen, seed, work, delays, num_peers, until):
     return torch.stack(model), reads
 
 
+@pytest.mark.option("Settings.schedule", "asynchronous")
 def test_gossip_without_rounds_is_that_of_a_plain_program():
     """All clients have the same number of samples, so an average by samples is the mean."""
     federation = tiny_federation(CLIENTS)
