@@ -2,8 +2,8 @@
 
 Exit status: 0; 2 for bad input, with one line on standard error; 75 when the disk is full, and 4
 when the clock of the machine is not set yet, also with one line: the same command continues later;
-5 when too few other members are there for a run between machines; 130 after Ctrl-C. Results go to standard output,
-progress and messages to standard error.
+5 when too few other members are there for a run between machines; 130 after Ctrl-C. Results go to
+standard output, progress and messages to standard error.
 """
 
 import dataclasses

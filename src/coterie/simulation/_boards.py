@@ -19,8 +19,8 @@ from torch import Tensor
 from coterie._util import pages
 from coterie.errors import ConfigError
 from coterie.exchange.base import Inbox, Message, Rule, check_peers, find_withheld
-from coterie.rng import Rng
 from coterie.runtime.virtual_time import Clock
+from coterie.simulation._publishing import StandingExchange
 
 _MODELS = ""
 """The name of models in a pool; extras have theirs."""
@@ -43,7 +43,7 @@ class Found:
     nanoseconds: np.ndarray
 
 
-class Boards:
+class Boards(StandingExchange):
     """The messages of all clients of a simulation in virtual time: an exchange.
 
     Args:
@@ -312,9 +312,6 @@ class Boards:
 
     # ------------------------------------------------------------------ the rest of an exchange
 
-    def begin_round(self, rng: Rng) -> None:
-        """Do nothing: clients have rounds of their own."""
-
     def set_active(self, ids: Int[Tensor, " active"]) -> None:
         """Do nothing: see `set_readers`."""
 
@@ -323,18 +320,6 @@ class Boards:
         raise ConfigError(
             "schedule = 'asynchronous' is for peer-to-peer methods; this one has a server"
         )
-
-    def agree_on_cohort(self, compute: Any) -> Int[Tensor, " active"]:
-        """Choose who takes part."""
-        return compute()
-
-    def retire_clients(
-        self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
-    ) -> None:
-        """Do nothing: see `retire`."""
-
-    def skip_round(self, exchanges: int) -> None:
-        """Do nothing."""
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -1,8 +1,10 @@
 """What clients publish before a round, for schedules in which others read it at another time."""
 
 import dataclasses
+from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.engine.task import Task
@@ -10,6 +12,26 @@ from coterie.errors import ConfigError
 from coterie.exchange.base import Message
 from coterie.exchange.narrowed import narrow_message
 from coterie.methods.base import PeerMethod, State
+from coterie.rng import Rng
+
+
+class StandingExchange:
+    """What exchanges of messages that stand until their client acts again have in common."""
+
+    def begin_round(self, rng: Rng) -> None:
+        """Do nothing: messages stand."""
+
+    def agree_on_cohort(self, compute: Any) -> Int[Tensor, " active"]:
+        """Choose who takes part."""
+        return compute()
+
+    def retire_clients(
+        self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
+    ) -> None:
+        """Do nothing: stopped clients are on the board."""
+
+    def skip_round(self, exchanges: int) -> None:
+        """Do nothing."""
 
 
 def check_messages(method: PeerMethod, task: Task, state: State, schedule: str) -> list[Message]:

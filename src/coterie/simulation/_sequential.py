@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from coterie.engine.task import Task
@@ -35,7 +35,7 @@ from coterie.runtime.loop import Loop
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
 from coterie.simulation._asynchronous import AsynchronousLoop
-from coterie.simulation._publishing import check_messages, make_published_messages
+from coterie.simulation._publishing import StandingExchange, check_messages, make_published_messages
 
 
 class SequentialLoop(Loop):
@@ -93,7 +93,7 @@ def select_loop(settings: Settings) -> type[Loop]:
     return SequentialLoop
 
 
-class LiveExchange:
+class LiveExchange(StandingExchange):
     """An exchange whose tables change during the round.
 
     Args:
@@ -110,9 +110,6 @@ class LiveExchange:
             self.boards.append(Message(models[id(board.params)], fields, board.ids))
         self.population = population
         self._reader, self._number = torch.zeros(1, dtype=torch.int64), 0
-
-    def begin_round(self, rng: Rng) -> None:
-        """Start a round; the tables stay."""
 
     def set_active(self, ids: Int[Tensor, " active"]) -> None:
         """Set the clients that act now. Their exchanges are numbered from 0."""
@@ -155,18 +152,6 @@ class LiveExchange:
         raise ConfigError(
             "a sequential schedule is for peer-to-peer methods; this one has a server"
         )
-
-    def agree_on_cohort(self, compute: Any) -> Int[Tensor, " active"]:
-        """Choose who takes part."""
-        return compute()
-
-    def retire_clients(
-        self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
-    ) -> None:
-        """Do nothing: stopped clients are on the board."""
-
-    def skip_round(self, exchanges: int) -> None:
-        """Do nothing."""
 
 
 def run_sequential_round(
