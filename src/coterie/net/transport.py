@@ -251,8 +251,10 @@ class InProcess:
             )
 
     def lost_members(self) -> frozenset[str]:
-        """Return the nodes that ended without a word."""
-        return frozenset(self.hub.lost - self.hub.nodes.keys())
+        """Return the nodes that ended without a word and take part no more, or not yet again."""
+        # One that is back but has published nothing is neither lost nor alive otherwise, and those
+        # who stay for it would leave.
+        return frozenset(self.hub.lost - self.alive_members())
 
     def close(self) -> None:
         """Leave the hub."""
