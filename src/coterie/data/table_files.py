@@ -9,9 +9,10 @@ import codecs
 import csv
 import gzip
 import io
+import re
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -42,6 +43,7 @@ _WHOLE_OR_COMMA = r"^[+-]?(\d+|\d*,\d+)([eE][+-]?\d+)?$"
 # 1,234 may be a thousand and more, or a little more than one.
 _UNCLEAR = r"^[+-]?[1-9]\d{0,2},\d{3}$|^[+-]?\d+$"
 _TRUTH = r"^([Tt]rue|TRUE|[Ff]alse|FALSE)$"
+_NAMED_SEPARATOR = re.compile(r"sep=(?P<separator>[^\r\n])\r?\n")
 _DATE = (
     r"^\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}(:\d{2}([.,]\d+)?)?( ?(Z|[+-]\d{2}:?\d{2}))?)?$"
     r"|^\d{1,2}[./]\d{1,2}[./]\d{4}$|^\d{1,2}:\d{2}(:\d{2}([.,]\d+)?)?$"
@@ -216,12 +218,21 @@ def _load_file(path: Path, form: CsvFormat) -> LoadedTable:
 def _parse_csv(data: bytes, path: Path, ending: str, form: CsvFormat) -> LoadedTable:
     text, notes = form.decode_text(data, str(path))
     usual = "\t" if ending == ".tsv" else ","
+    # Excel writes this line, and takes it for no part of the table.
+    if named := _NAMED_SEPARATOR.match(text):
+        text = text[named.end() :]
+        form = replace(form, separator=form.separator or named["separator"])
     separator = form.choose_separator(text, usual)
     if separator != usual:
         notes = (*notes, f"separated by {_WORDS.get(separator, repr(separator))}")
     header = next(csv.reader(io.StringIO(text), delimiter=separator), [])
     if not header:
         raise DataError(f"{path} is empty; expected a line with the names of the columns")
+    if text.startswith("#") and len(header) == 1:
+        raise DataError(
+            f"{path} begins with a comment ({header[0][:60]!r}); expected a line with the names of "
+            "the columns: take the comment out"
+        )
     # All columns as text: a type by file would differ between files, and change ids such as 1.10.
     # f0, f1, ... are the names that arrow gives to columns without a header.
     places = [f"f{place}" for place in range(len(header))]

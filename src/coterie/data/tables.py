@@ -155,6 +155,10 @@ class TableOptions(Configurable):
 
 # A number with a decimal comma counts as one here, and is then named as the error.
 _NUMBER = re.compile(r"[+-]?\d+([.,]\d+)?([eE][+-]?\d+)?")
+# A number with the sign of a currency before it, or with a unit behind it: $5, 27.5%, 12 mg.
+_WITH_UNIT = re.compile(
+    r"(?P<before>[$€£¥]?)\s*[+-]?\d+(?:[.,]\d+)*\s*(?P<behind>[^\d\s+.,-][^\d\s+-]*)?"
+)
 # With at most this many numbers, a column of text is taken for categories.
 _FEW = 20
 _FILLED = f"{', '.join(map(repr, FILLS))}, a number, or a table of these by column"
@@ -376,6 +380,7 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
         if column.categories is not None:
             categories[column.name] = column.categories
     found = _ArrowTable(follow_types(loaded, kinds, categories), None, loaded.what)
+    has_none = np.ones(loaded.arrow.num_rows, bool)
     for column in columns:
         if column.categories is None:
             _require_kind(found, column.name, "numbers")
@@ -397,6 +402,16 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
                 "in training, and impute said nothing of it: fill or drop it"
             )
         entries.append(values)
+        if not column.indicator:
+            has_none &= np.isnan(values).all(axis=1)
+    if has_none.any():
+        rows = np.flatnonzero(has_none)
+        warnings.warn(
+            f"{found.what} has {len(rows)} rows without any input, the first "
+            f"{found.locate_row(int(rows[0]))}: what is said of them comes from fills alone; drop "
+            "them if they are no samples",
+            stacklevel=2,
+        )
     return np.concatenate(entries, axis=1)
 
 
@@ -779,12 +794,17 @@ def _require_not_empty(table: _ArrowTable, name: str) -> None:
 
 
 def _reject_numbers_as_text(tables: Sequence[_ArrowTable], name: str) -> None:
-    """Refuse a column of text of which most values are numbers: it was meant as numbers."""
+    """Refuse a column of text that was meant as numbers: most are, or all have one unit."""
     for table in tables:
         column = table.get_column(name)
         if pa.types.is_dictionary(column.type) or not _is_text(column.type):
             continue
         values = [value for value in column.unique().to_pylist() if value is not None]
+        if unit := _find_unit(values):
+            raise DataError(
+                f"column {name!r} is text: numbers with {unit!r}, such as {values[0]!r}; write the "
+                "numbers alone, or give the column's categories"
+            )
         other = next(
             (value for value in values if not _NUMBER.fullmatch(value.strip()) or "," in value),
             None,
@@ -798,6 +818,19 @@ def _reject_numbers_as_text(tables: Sequence[_ArrowTable], name: str) -> None:
                 f"{table.locate_row(place)}; "
                 "correct that, leave it empty, or give the column's categories"
             )
+
+
+def _find_unit(values: Sequence[str]) -> str:
+    """Return the unit, or the sign of a currency, that all of many values have; "" if none."""
+    if len(values) <= _FEW:
+        return ""
+    units = set()
+    for value in values:
+        found = _WITH_UNIT.fullmatch(value.strip())
+        if found is None or not (unit := found["before"] + (found["behind"] or "")):
+            return ""
+        units.add(unit)
+    return units.pop() if len(units) == 1 else ""
 
 
 def _is_text(kind: pa.DataType) -> bool:

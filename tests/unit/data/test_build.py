@@ -52,7 +52,7 @@ def test_other_seeds_give_other_data_unless_the_seed_is_fixed():
     assert build(1, fixed_seed=0).compute_fingerprint() == build(0).compute_fingerprint()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_fingerprint_is_the_same_in_another_process():
     shift = [
         {"kind": "regression-targets", "clusters": 2},

@@ -190,7 +190,7 @@ def test_small_files_are_read_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert isinstance(found.x, torch.Tensor)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_clients_of_very_unequal_size_take_the_memory_that_they_have() -> None:
     # 200 clients of 3 samples beside one of 2,000, as bytes: 30 MB of samples.
     owners = np.concatenate([np.repeat(np.arange(200), 3), np.full(2000, 200)])

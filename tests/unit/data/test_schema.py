@@ -169,7 +169,7 @@ def test_a_wide_table_is_coded_in_few_words():
     assert read_schema(other).list_coding() != coding
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_the_time_of_a_wide_table_grows_with_its_columns_and_not_with_their_square(tmp_path):
     """10,000 columns of genes take two seconds; a look through all names for each took two minutes."""

@@ -241,6 +241,7 @@ def test_what_windows_wrote_is_said(tmp_path):
         ("c,a,a ,y\nx,1,2,0\n", {}, "two columns 'a'; give each a name of its own"),
         (",c,a,y\n0,x,1,0\n1,x,2,1\n", {}, "column 0 of the table has no name, such as an index"),
         ("c,a,y\nx,1\n", {}, "cannot be read .*; write it again"),
+        ("# of 2026\nc,a,y\nx,1,0\n", {}, "begins with a comment .'# of 2026'.; expected .* take the comment out"),
         ("", {}, "is empty; expected a line with the names of the columns"),
         ("c,a,y\n", {}, "has 0 samples and no client"),
         ("c,a,y\nx,1,0\n", {"separator": "::"}, "separator is '::'; expected one character"),
@@ -254,6 +255,36 @@ def test_files_that_do_not_say_what_they_mean_are_refused_in_one_line(
     with pytest.raises((DataError, ConfigError), match=message) as caught:
         from_table(tmp_path / "t.csv", target="y", client="c", **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_first_line_that_names_the_separator_is_followed(end, tmp_path):
+    """Excel writes `sep=;` before the names where the separator is not that of the language."""
+    lines = ["c|a|y", *(f"x|{place}|{place % 2}" for place in range(12))]
+    path = tmp_path / "t.csv"
+    path.write_bytes(end.join(lines).encode())
+    expected = from_table(path, target="y", client="c", separator="|")
+    path.write_bytes(end.join(["sep=|", *lines]).encode())
+    made = from_table(path, target="y", client="c")
+    assert made.feature_names == ("a",)
+    assert torch.equal(made.x, expected.x)
+    assert load_table(path).notes == ("separated by bars",)
+
+
+def test_rows_without_any_input_are_told(tmp_path):
+    """A last line of separators, as spreadsheets leave it, would be one more patient."""
+    rows = [("x", place, "ab"[place % 2], place % 2) for place in range(12)]
+    write(path := tmp_path / "t.csv", rows, ("c", "a", "b", "y"))
+    made = from_table(path, target="y", client="c", impute="most-frequent", indicate=["a"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write(path, [("x", "", "a", 0), ("x", 3, "", 0)], ("c", "a", "b", "y"))
+        assert len(read_inputs(path, made.table)) == 2
+    write(path, [*rows[:3], ("", "", "", ""), ("", "", "", "")], ("c", "a", "b", "y"))
+    with pytest.warns(
+        UserWarning, match="has 2 rows without any input, the first in row 3: .*drop"
+    ):
+        assert len(read_inputs(path, made.table)) == 5
 
 
 def test_what_is_named_is_used(tmp_path):

@@ -304,6 +304,22 @@ def bad30(**columns):
 
 
 @pytest.mark.parametrize(
+    "values",
+    [
+        [f"{place % 20} mg" for place in range(30)],  # doses: few
+        [f"P{place}" for place in range(30)],
+        [f"{place} {'mg' if place % 2 else 'ml'}" for place in range(30)],
+    ],
+)
+def test_few_doses_names_with_numbers_and_mixed_units_are_categories(values):
+    with warnings.catch_warnings():
+        # Of as many categories as rows it is said that they may be ids.
+        warnings.simplefilter("ignore")
+        made = from_table(bad30(age=values), target="ill", client="site", features=["age"])
+    assert made.features == (len(set(values)),)
+
+
+@pytest.mark.parametrize(
     ("table", "change", "error", "message"),
     [
         (bad(age=[NAN, *range(11)]), {}, DataError, r"'age' has 1 empty entries \(the first in row 0, of client 'Zü"),
@@ -332,6 +348,9 @@ def bad30(**columns):
         (bad30(age=["?", *map(str, range(29))]), {}, DataError, r"'age' is text, though .*it has '\?' in row 0"),
         (bad30(age=[f"{place},5" for place in range(30)]), {}, DataError, "it has '0,5' in row 0, of client 'Zürich'"),
         (bad30(ill=["?", *map(str, range(29))]), {}, DataError, r"'ill' is text, though .*; correct that, leave"),
+        (bad30(age=[f"{place}.5%" for place in range(30)]), {}, DataError, "'age' is text: numbers with '%', such as '0.5%'"),
+        (bad30(age=[f"-{place} mg" for place in range(30)]), {}, DataError, "numbers with 'mg', .*write the numbers alone"),
+        (bad30(ill=[f"${place},000.50" for place in range(30)]), {}, DataError, r"'ill' is text: numbers with '\$'"),
         ("none.csv", {}, DataError, "there is no file none.csv; expected a CSV or parquet file"),
         (3, {}, DataError, "the table is a int .*expected one of pandas, polars or arrow"),
     ],
