@@ -35,7 +35,7 @@ check: setup ## lint, format, types, words
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python scripts/check_words.py
 
-test: setup ## the tests that notice every listed fault: nine minutes on two cores the first time, then fewer
+test: setup ## the tests that notice every listed fault: five minutes on two cores
 	$(PYTEST) -m "not full and not slow and not gpu"
 
 test-more: setup ## what `make test` leaves out and .ci/run still has time for

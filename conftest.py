@@ -8,6 +8,7 @@ each time that it is defined.
 import ast
 import dataclasses
 import functools
+import gc
 import importlib.machinery
 import inspect
 import sys
@@ -74,11 +75,12 @@ def checked(thing: Any) -> Any:
         return type(thing)(checked(thing.__func__))
     if not getattr(thing, "__annotations__", None):
         return thing
-    if inspect.isgeneratorfunction(thing):
-        return jaxtyped(typechecker=beartype(conf=CONF))(thing)
     function, shapes = typed(thing)
     if not shapes:
         return function
+    if inspect.isgeneratorfunction(thing):
+        # Its arguments are checked when it is first asked, out of the context below.
+        return jaxtyped(typechecker=beartype(conf=CONF))(thing)
 
     @functools.wraps(thing)
     def in_one_context(*args: Any, **kwargs: Any) -> Any:
@@ -124,5 +126,12 @@ class Finder(importlib.machinery.PathFinder):
         return spec
 
 
+def pytest_collection_finish() -> None:
+    """Leave what was imported and collected, which stays, out of every later search for garbage."""
+    gc.freeze()
+    gc.enable()
+
+
+gc.disable()  # while a million objects are made that all stay
 assert "coterie" not in sys.modules, "the package was imported before its checks were in place"
 sys.meta_path.insert(0, Finder)

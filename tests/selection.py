@@ -23,6 +23,8 @@ FAMILIES: dict[str, Sequence[str]] = {
     "ditto": ["apfl", "pfedme"],
     # a server, and layers that stay on the client
     "fedper": ["fedbn", "fedrep"],
+    # nobody
+    "local": ["pooled"],
     # a server with a simplex of models
     "sosicfl": ["sosicfl-all", "sosicfl-plus"],
 }
@@ -45,23 +47,28 @@ def full(*values: Any, slow: bool = False, id: str | None = None) -> Any:
 
 
 def one_of_each_family(
-    cases: Iterable[Any], *, also: Sequence[str] = (), slow: bool = False
+    cases: Iterable[Any], *, also: Sequence[str] = (), only: Sequence[str] = (), slow: bool = False
 ) -> list[Any]:
     """Return cases of which `make test` runs the first of each family's representative.
 
     Args:
         cases: kinds of methods, or tuples that begin with one.
         also: further kinds that `make test` runs, because they notice a fault of `tests/mutants`.
-        slow: leave the others out of `make test-more` too.
+        only: the representatives that `make test` runs, where a case takes seconds and the others
+            notice no fault that these do not; `make test-more` has the others.
+        slow: leave the others of a family out of `make test-more` too.
     """
     seen: set[str] = set()
     chosen = []
     for case in cases:
         values = (case,) if isinstance(case, str) else case
         kind = values[0]
-        is_fast = kind not in seen and (kind not in STOOD_FOR or kind in also)
+        is_first = kind not in seen and (kind not in STOOD_FOR or kind in also)
         seen.add(kind)
-        chosen.append(case if is_fast else full(*values, slow=slow))
+        if is_first and (not only or kind in only):
+            chosen.append(case)
+        else:
+            chosen.append(full(*values, slow=slow and not is_first))
     return chosen
 
 
@@ -76,5 +83,7 @@ def first_only(cases: Iterable[Any], count: int = 1, *, slow: bool = False) -> l
     chosen = []
     for number, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)
+        if isinstance(case, type(pytest.param())):  # one that `full` has made
+            values = case.values
         chosen.append(case if number < count else full(*values, slow=slow))
     return chosen

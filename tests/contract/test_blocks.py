@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.selection import full, one_of_each_family
+from tests.selection import first_only, full, one_of_each_family
 from torch import nn
 
 from coterie.cluster import blocks
@@ -118,52 +118,74 @@ def test_so_it_does_with_every_engine(tmp_path: Path, kind: str, engine: str):
 
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [
-        ("dac", {"acceptance": {"worse": 1.0, "clip": 0.5, "samples": 0.5}, "participation": 0.5}),
-        ("random", {"shared": ["0.*"], "patience": 1, "stopped_broadcast": "last"}),
-        (
-            "pens",
-            {"order": "train_first", "evaluate": "final", "metrics": ["maxima"], "eval_every": 1},
-        ),
-        ("ifca", {"metrics": ["clusters", "reductions", "balanced_accuracy", "global_accuracy"]}),
-        ("fedavg", {"metrics": ["auroc"], "eval_every": 2, "init": "per_client"}),
-        (
-            "random",
-            {"attacks": [{"kind": "copy", "clients": [1, 4]}, {"kind": "noise", "clients": [2]}]},
-        ),
-        (
-            "sosicfl",
-            {"metrics": ["gradient_variance", "composed_gradient_variance"], "participation": 0.5},
-        ),
-        (
-            "fedgwc",
-            {
-                "metrics": ["interaction_change", "gradient_variance", "clusters"],
-                "participation": 0.5,
-            },
-        ),
-        ("ifca", {"metrics": ["gradient_variance"], "participation": 0.3}),
-        (
-            "panm-loss",
-            {"attacks": [LITTLE, {"kind": "copy", "clients": [0]}], "participation": 0.5},
-        ),
-        ("dac", {"attacks": [OWN], "participation": 0.5}),
-        ("fedavg", {"attacks": [LITTLE], "participation": 0.5}),
-        (
-            "random",
-            {"attacks": [{"kind": OWN["kind"], "clients": [0, 2, 3, 5]}], "participation": 0.5},
-        ),
-        ("panm-grad", {"new_clients": 2, "new_client_rounds": 2}),
-        ("panm-loss", {"record_similarities": True}),
-        ("fedavg", {"new_clients": 2, "new_client_rounds": 2, "new_client_others": "training"}),
-    ],
+    first_only(
+        [
+            (
+                "dac",
+                {"acceptance": {"worse": 1.0, "clip": 0.5, "samples": 0.5}, "participation": 0.5},
+            ),
+            ("random", {"shared": ["0.*"], "patience": 1, "stopped_broadcast": "last"}),
+            (
+                "pens",
+                {
+                    "order": "train_first",
+                    "evaluate": "final",
+                    "metrics": ["maxima"],
+                    "eval_every": 1,
+                },
+            ),
+            (
+                "ifca",
+                {"metrics": ["clusters", "reductions", "balanced_accuracy", "global_accuracy"]},
+            ),
+            ("fedavg", {"metrics": ["auroc"], "eval_every": 2, "init": "per_client"}),
+            (
+                "random",
+                {
+                    "attacks": [
+                        {"kind": "copy", "clients": [1, 4]},
+                        {"kind": "noise", "clients": [2]},
+                    ]
+                },
+            ),
+            (
+                "sosicfl",
+                {
+                    "metrics": ["gradient_variance", "composed_gradient_variance"],
+                    "participation": 0.5,
+                },
+            ),
+            (
+                "fedgwc",
+                {
+                    "metrics": ["interaction_change", "gradient_variance", "clusters"],
+                    "participation": 0.5,
+                },
+            ),
+            ("ifca", {"metrics": ["gradient_variance"], "participation": 0.3}),
+            (
+                "panm-loss",
+                {"attacks": [LITTLE, {"kind": "copy", "clients": [0]}], "participation": 0.5},
+            ),
+            ("dac", {"attacks": [OWN], "participation": 0.5}),
+            ("fedavg", {"attacks": [LITTLE], "participation": 0.5}),
+            (
+                "random",
+                {"attacks": [{"kind": OWN["kind"], "clients": [0, 2, 3, 5]}], "participation": 0.5},
+            ),
+            ("panm-grad", {"new_clients": 2, "new_client_rounds": 2}),
+            ("panm-loss", {"record_similarities": True}),
+            ("fedavg", {"new_clients": 2, "new_client_rounds": 2, "new_client_others": "training"}),
+        ],
+        8,
+    ),
 )
 def test_settings_of_a_run_change_nothing(tmp_path: Path, kind: str, changes: dict[str, Any]):
     sizes = [[1, 2, 1]] if "new_clients" in changes else [[2, 1, 3]]
     compare(tmp_path, kind, sizes, engine="loop", **changes)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_in_blocks_goes_on_in_one_process_and_the_reverse(tmp_path: Path):
     """After the second of four rounds, while somebody has stopped already."""
     data, short, long = tiny_federation(), dict(HARD, rounds=2), dict(HARD, rounds=4)

@@ -110,7 +110,7 @@ def test_an_aggregation_rule_that_keeps_its_promises_passes(rule):
     check_aggregation(rule)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rule_by_similarity_is_checked_with_dac():
     check_aggregation(by_similarity, similarity=True)
 

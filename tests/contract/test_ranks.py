@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.contract.test_blocks import same
 from tests.hugging import require_peft
-from tests.selection import full
+from tests.selection import first_only, full
 from torch import nn
 
 import coterie
@@ -40,7 +40,9 @@ METHODS = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", METHODS[:5], ids=lambda method: method.kind)
+@pytest.mark.parametrize(
+    "method", first_only(METHODS[:5], 2, slow=True), ids=lambda method: method.kind
+)
 def test_methods_keep_their_promises(method):
     """But for new numbers of clients, which are other ranks."""
     check_method(method, model=MODEL, relabel=False)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tests.contract.test_methods import BY_POSITION, SETTINGS
-from tests.selection import full, one_of_each_family
+from tests.selection import first_only, one_of_each_family
 
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
@@ -21,17 +21,8 @@ CASES = [(kind, task) for kind in sorted(METHODS) for task in ("labels", "tokens
 NEED_CLASSES = {"sosicfl", "sosicfl-all", "sosicfl-plus"}
 
 
-def list_cases():
-    """`make test` has a method between peers and one with a server; `make test-more` one of each family."""
-    cases = []
-    for case in one_of_each_family(CASES, slow=True):
-        # What is left out already is no pair but a case of pytest.
-        is_left_out = case in CASES and case[0] not in ("dac", "fedavg")
-        cases.append(full(*case) if is_left_out else case)
-    return cases
-
-
-@pytest.mark.parametrize(("kind", "task"), list_cases())
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "task"), one_of_each_family(CASES, slow=True))
 def test_method_keeps_the_contract(kind: str, task: Any):
     """Resumed, in any grouping of the clients, with small cohorts, with silent peers; or it says why it cannot."""
     method, federation = METHODS[kind](**SETTINGS.get(kind, {})), tiny_federation(kind=task)
@@ -49,7 +40,7 @@ def test_method_keeps_the_contract(kind: str, task: Any):
     )
 
 
-@pytest.mark.parametrize("task", MODELS)
+@pytest.mark.parametrize("task", first_only(MODELS))
 def test_engines_agree(task: Any):
     """Training, the loss and its metric, in float64."""
     found = {}

@@ -89,8 +89,12 @@ def prose(path):
 LONG_PAGES = {
     "tutorials/first-study.md", "tutorials/paper-sweep.md", "how-to/own-aggregation.md", "how-to/watch-and-track.md",
     "how-to/own-method.md", "how-to/fine-tune.md", "how-to/new-clients.md", "how-to/take-home.md", "CONTRIBUTING.md",
+    "how-to/own-data.md", "explanation/comparisons.md", "how-to/own-metric.md", "how-to/own-loss.md",
+    "how-to/own-model.md", "explanation/metrics.md", "how-to/share-a-part.md", "how-to/paper-figures.md",
 }  # fmt: skip
 """Pages whose code `make test` does not run."""
+SLOW_PAGES = {"how-to/own-aggregation.md", "how-to/watch-and-track.md", "CONTRIBUTING.md"}
+"""Those of them whose code `make test-more` does not run either."""
 
 
 def pages_with(*languages):
@@ -210,7 +214,9 @@ def run_commands(block, bundled):
 @pytest.mark.parametrize(
     "path",
     [
-        full(*page.values, id=page.id) if page.id in LONG_PAGES else page
+        full(*page.values, slow=page.id in SLOW_PAGES, id=page.id)
+        if page.id in LONG_PAGES
+        else page
         for page in pages_with("python", "sh")
         if page.values[0] != README
     ],

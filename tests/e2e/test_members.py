@@ -6,7 +6,7 @@ import pytest
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_member_that_says_the_run_is_over_ends_nobodys_training(tmp_path, port):
     """Before the first round and in every one it answers "gone", round 2147483647, and signs a head that says so.
 

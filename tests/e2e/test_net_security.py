@@ -410,7 +410,7 @@ def test_questions_that_cannot_be_read_are_refused_and_nothing_of_them_is_told(h
     assert all(event.get("peer", "n2") == "n2" for event in honest.told)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_flood_of_questions_leaves_the_node_answering_others(honest):
     """Two hundred open questions by one member: eight are held, the rest are told that there are too many."""
     n0, load = honest.roster.members[0], honest.transports[0].outbox

@@ -125,7 +125,7 @@ def a_thousand_times(victim: Victim, _: Path) -> None:
     assert len(victim.events) - before <= 10
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_who_is_turned_away_and_why(tmp_path, port):
     """One node meets them all, one after another: some of what it tells depends on whom it has met before."""
     folder = tmp_path / "victim"

@@ -42,7 +42,7 @@ def test_every_damage_ends_in_the_right_bytes_or_in_one_clear_line():
     assert min(happened["right"], happened["right, and said"], happened["refused"]) > 0, happened
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_that_was_killed_at_any_moment_goes_on_to_the_same_bytes():
     rows = reliability.kills(8, seed=102)
     assert all(row["killed"] and row["whole"] for row in rows)
@@ -50,7 +50,7 @@ def test_a_run_that_was_killed_at_any_moment_goes_on_to_the_same_bytes():
     assert {row["writing"] for row in rows} == {True, False}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_plan_that_was_killed_ends_in_the_same_bytes_and_does_no_run_twice():
     rows = reliability.plans(12, seed=104)
     assert {row["kind"] for row in rows} == {*reliability.PLANS}

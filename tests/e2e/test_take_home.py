@@ -173,7 +173,7 @@ def table_run(tmp_path):
     return run
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_model_of_a_table_comes_with_what_its_client_did_to_the_rows(table_run, tmp_path):
     export_model(load_models(tmp_path / "run"), "Åre", tmp_path / "one.safetensors")
     found = plain_script(
@@ -213,7 +213,7 @@ def test_a_model_of_a_table_comes_with_what_its_client_did_to_the_rows(table_run
     assert np.mean(said == rows["ill"]) == pytest.approx(wanted["accuracy"], abs=1e-6)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_onnx_runtime_has_the_same_numbers(nets, table_run):
     runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
     pytest.importorskip("onnxscript", reason="onnxscript is not installed")

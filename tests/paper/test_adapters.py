@@ -119,7 +119,7 @@ def test_products_tell_who_solves_the_same_problem():
     assert shares["random"] < 0.6
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_trust_by_predictions_beats_averaging_everybody_and_nobody():
     """Wagner, Fan, Jaggi 2024: with few samples a client and two conflicting clusters; means of three seeds."""
     methods = {

@@ -52,7 +52,7 @@ def mean(values):
     return sum(values) / len(values)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_oracle_reaches_the_least_squares_error_and_random_is_far_worse_than_local():
     """Item 40: Oracle within 15 % of 9 (1 + 11 / 150); Random above three times Local, with every seed."""
     oracle = [outcome(Oracle(num_peers=2), seed, lr=0.003)[0] for seed in SEEDS]
@@ -63,7 +63,7 @@ def test_oracle_reaches_the_least_squares_error_and_random_is_far_worse_than_loc
     assert all(r > 3 * alone for r, alone in zip(random, local, strict=True))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_inverse_loss_finds_the_clusters():
     """Item 40 with inverse loss: far better than Random, and with FedSim at Oracle's level.
 
@@ -91,7 +91,7 @@ def test_cosines_do_as_well_as_the_oracle(metric):
     assert all(share > 0.9 for _, share in found)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_with_one_cluster_random_oracle_and_dac_agree():
     """Item 41: Oracle is Random to the last bit; DAC's error is the same within three standard errors of 5 seeds."""
     seeds = range(5)

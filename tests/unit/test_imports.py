@@ -7,6 +7,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,12 @@ ORDER = (
 BESIDE = {("report", "studies")}
 """Entries that import nothing from those before them either."""
 ROOT = Path(coterie.__file__).parent
-IMPORTS = {name: imported(path.read_text()) for name, path in MODULES.items()}
+
+
+@cache
+def imports_of_modules() -> dict[str, set[str]]:
+    """What each module imports; read when a test needs it, since every worker collects this file."""
+    return {name: imported(path.read_text()) for name, path in MODULES.items()}
 
 
 def circles(imports: Mapping[str, Collection[str]]) -> list[str]:
@@ -55,13 +61,13 @@ def test_a_circle_is_found():
     assert circles({"a": ["b"], "b": ["c"], "c": [], "a.d": ["a"]}) == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_picture_of_the_design_is_that_of_the_imports():
     assert PICTURE.read_text("utf-8") == picture(), "run make docs"
 
 
 def test_no_two_modules_import_each_other_by_any_way():
-    assert circles(IMPORTS) == []
+    assert circles(imports_of_modules()) == []
 
 
 def test_the_order_names_what_is_there():
@@ -73,7 +79,7 @@ def test_a_module_imports_only_from_its_own_entry_or_those_below():
     """What a module needs never needs the module."""
     pairs = {
         (entry(name), entry(other), name)
-        for name, found in IMPORTS.items()
+        for name, found in imports_of_modules().items()
         if entry(name)
         for other in found
     }
@@ -85,7 +91,7 @@ def test_a_module_imports_only_from_its_own_entry_or_those_below():
 def test_a_module_with_an_underscore_is_imported_by_its_own_package_alone():
     private = {
         (name, other)
-        for name, found in IMPORTS.items()
+        for name, found in imports_of_modules().items()
         for other in found
         if "._" in other.removeprefix("coterie._util")
         and not f"{name}.".startswith(f"{other.rpartition('.')[0]}.")

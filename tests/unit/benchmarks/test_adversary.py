@@ -89,7 +89,7 @@ def test_a_number_is_always_the_same_case_and_a_case_is_a_line():
         assert json.loads(line.partition("--case '")[2].removesuffix("'")) == case
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_plain_study_holds_in_all_checks_but_those_of_processes():
     checks = [one for one in adversary.CHECKS if one not in ("workers", "engines")]
     found = adversary.try_case(PLAIN, checks)

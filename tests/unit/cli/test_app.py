@@ -130,7 +130,7 @@ def test_a_scaled_study_says_so(coterie):
     assert "Rounds were scaled by 0.5" in out
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_stored_study_goes_on_is_refused_with_other_settings_and_overwritten(coterie, tmp_path):
     assert run(coterie)[0] == 0
     status, out, err = run(coterie, "--set", "rounds=1")
@@ -608,7 +608,7 @@ def test_every_command_explains_itself(coterie, command):
     assert "Usage" in out
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_renamed_study_is_shown_listed_compared_reported_and_resumed(coterie, tmp_path):
     assert run(coterie, "--quiet")[0] == 0
     shown = coterie("show", "runs/tiny")[1]
@@ -650,7 +650,7 @@ def test_names_that_a_terminal_cannot_write_are_spelled_out(coterie, tmp_path):
     assert rb"Gr\xf6\xdfe" in done.stdout
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_published_models_are_attacked(coterie, tmp_path):
     """Of a study file and of a folder of results: a table, JSON in a file, one line for a mistake."""
     quick = ("--set", "engine=vmap", "--set", "rounds=1", "--shadows", "6", "--quiet")

@@ -195,7 +195,7 @@ def test_an_account_that_does_not_exist_is_no_home(coterie):
     assert refused(said, "~no-such-account")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_ending_of_a_file_is_its_format(coterie):
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")

@@ -127,7 +127,7 @@ def test_a_sweep_of_which_no_run_has_begun_is_shown_as_such(coterie, stopped_swe
     assert coterie("show", "runs/tiny", "--clients", "--json")[1] != ""
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_tuning_that_was_stopped_is_listed_shown_and_resumed_by_its_folder(coterie, stop_in_run):
     Path("tiny.toml").write_text(STUDY)
     given = ("tune", "tiny.toml", "-g", "lr=0.01,0.02", "--widenings", "0", "-w", "1")

@@ -34,7 +34,7 @@ def erase(batch: Tensor, generator: torch.Generator) -> Tensor:
 SGD = LocalTraining(batch_size=5, optimizer="sgd", lr=0.1, augment=disturb)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_training_is_the_same_with_every_engine_and_in_every_grouping():
     federation = tiny_federation(4, features=(1, 4, 4))
     assert SGD.augment == f"{HERE}:disturb"

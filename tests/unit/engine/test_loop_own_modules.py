@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from tests.selection import full
+from tests.selection import first_only, full
 from torch import nn
 from torch.nn import functional
 
@@ -295,10 +295,17 @@ def engine_of(name, layout, work, module):
 
 
 COMPILED_OFTEN = {
-    "asks for types", "attention: encoder", "attention: words first", "counts: in place", "frozen norm",
-    "leaky slopes", "noise: normal", "tied",
+    "asks for types", "noise: normal",
 }  # fmt: skip
 """Modules that `make test` compiles, which takes seconds; of the others it compiles none."""
+COMPILED_SOMETIMES = {
+    "tied",
+    "attention: encoder",
+    "counts: in place",
+    "frozen norm",
+    "leaky slopes",
+}
+"""Those that `make test-more` compiles besides."""
 
 
 def engines_of(name, often=COMPILED_OFTEN):
@@ -307,7 +314,7 @@ def engines_of(name, often=COMPILED_OFTEN):
         title = f"{engine}-{name}"
         # What the compiled engine refuses takes no time.
         if engine == "compiled" and name not in often and (engine, name) not in LEFT:
-            cases.append(full(engine, name, id=title))
+            cases.append(full(engine, name, slow=name not in COMPILED_SOMETIMES, id=title))
         else:
             cases.append(pytest.param(engine, name, id=title))
     return cases
@@ -357,7 +364,7 @@ def test_models_are_measured_as_plain_pytorch_does(engine, name):
     [
         one
         for name in ("asks for types", "asks for convolutions", "attention: encoder", "noise: normal", "counts: in place")
-        for one in engines_of(name, ("attention: encoder", "noise: normal"))
+        for one in engines_of(name, ["noise: normal"])
     ],
 )  # fmt: skip
 def test_no_bit_depends_on_which_clients_are_hosted(engine, name):
@@ -371,7 +378,12 @@ def test_no_bit_depends_on_which_clients_are_hosted(engine, name):
     assert torch.equal(together, apart)
 
 
-@pytest.mark.parametrize("name", ["asks for types", "attention: encoder", "attention: words first", "noise: normal"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    first_only(
+        ["asks for types", "noise: normal", "attention: encoder", "attention: words first"], 2
+    ),
+)
 def test_a_program_draws_for_a_large_batch_what_the_loop_engine_draws(name):
     """A batch of 150 samples takes a program several calls, whose draws go on where those before end."""
     _, layout, rows, work = case(name)

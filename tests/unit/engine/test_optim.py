@@ -344,7 +344,7 @@ def test_who_hosts_whom_changes_no_byte(name):
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_promises_of_methods_hold_with_kept_sums_of_squares():
     """Repeats, resumes with the same bytes, any grouping of hosts, cohorts: see `check_method`."""
     local = settings_of("adagrad, set", batch_size=5, persistent_client_optimizer=True)

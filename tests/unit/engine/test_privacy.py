@@ -111,7 +111,7 @@ def test_engines_agree(model, optimizer):
             torch.testing.assert_close(value, ends[0][1][name], rtol=0, atol=1e-10, equal_nan=True)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_engines_agree_on_augmented_images():
     federation = build_federation(config.load_study("rotated-digits").data, 0)
     local = replace(SGD, steps=2, batch_size=6, augment="crop-flip", padding=1)

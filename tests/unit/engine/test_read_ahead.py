@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.selection import first_only
 from torch import nn
 
 import coterie
@@ -90,7 +91,7 @@ def require_equal(one, other) -> None:
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
-@pytest.mark.parametrize("kind", list(MODULES))
+@pytest.mark.parametrize("kind", first_only(list(MODULES)))
 @pytest.mark.usefixtures("small_reads")
 def test_rows_of_a_disk_give_the_bytes_of_an_array(kind: str, engine: str, tmp_path: Path) -> None:
     x = draw(kind)
@@ -111,7 +112,7 @@ OPTIONS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", ["loop", "compiled"])
-@pytest.mark.parametrize("option", list(OPTIONS))
+@pytest.mark.parametrize("option", first_only(list(OPTIONS), 2, slow=True))
 @pytest.mark.usefixtures("small_reads")
 def test_options_of_training_give_the_bytes_of_an_array(
     option: str, engine: str, tmp_path: Path

@@ -244,7 +244,7 @@ def test_a_run_has_the_rates_of_its_rounds_and_steps(engine):
     torch.testing.assert_close(result.params, torch.stack(expected), rtol=0, atol=1e-12)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_promises_of_methods_hold_with_schedules():
     """Repeats, resumes, any grouping of hosts, cohorts, and two trainings a round: see `check_method`."""
     schedule = [{"kind": "cosine", "length": 3}, {"kind": "linear", "over": "steps"}]

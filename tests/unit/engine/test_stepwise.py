@@ -75,6 +75,7 @@ def test_step_by_step_is_train(engine, local):
     assert steps.active_clients(4).tolist() == [True, False, False, False, False, False]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_gradient_is_that_of_the_mean_loss_of_the_batch(engine):
     """By autograd on the linear model, at another point than the start; nothing moves, and who has no batch gets 0."""
@@ -153,7 +154,7 @@ def test_only_some_parameters_move(chosen, local):
     torch.testing.assert_close(params, inner.detach(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_state_that_is_kept_between_rounds_goes_on():
     """Steps of a part too: two rounds of one step are two steps of one optimizer."""
     local = replace(SGD, steps=1, lr=1.0, momentum=0.5, persistent_client_optimizer=True)

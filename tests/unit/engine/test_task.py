@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.selection import first_only
 from torch import nn
 from torch.nn import functional
 
@@ -68,7 +69,7 @@ def ragged():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
+@pytest.mark.parametrize("engine", first_only(["compiled", "loop", "vmap"], slow=True))
 def test_two_threads_train_and_measure_with_one_task_at_once(engine):
     """From two models, ten times each: the bits are those of one thread that does it alone."""
     shared, local = task(engine), LocalTraining(epochs=3, batch_size=4, optimizer="adam", lr=0.01)

@@ -51,7 +51,7 @@ def run(method, *, clients=CLIENTS, **settings):
 
 @pytest.mark.full
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", first_only(METHODS))
+@pytest.mark.parametrize("name", first_only(METHODS, slow=True))
 def test_a_table_of_all_members_gives_the_bytes_of_a_memory_of_all_pairs(name, settings):
     """All models, metrics, readings and weights; a message has 4 bytes for an id in place of 1."""
     method = METHODS[name]
@@ -73,7 +73,7 @@ def test_a_smaller_table_gives_another_result():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", first_only(METHODS))
+@pytest.mark.parametrize("name", first_only(METHODS, slow=True))
 def test_tables_keep_the_contract(name):
     """Draws of a table are by column, not by member: new ids give other draws."""
     check_method(dataclasses.replace(METHODS[name], table=3), relabel=False)
@@ -186,7 +186,7 @@ def test_members_outside_a_table_count_as_unknown():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_peers", [1, 3])
+@pytest.mark.parametrize("num_peers", first_only([3, 1], slow=True))
 def test_peers_are_drawn_as_often_as_from_a_memory_of_all_pairs(play, num_peers):
     """The share of draws in which each member occurs, of 1,000, with tables that hold all that is known.
 

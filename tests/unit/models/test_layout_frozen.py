@@ -135,7 +135,7 @@ def test_engines_agree(make, features):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", first_only(["compiled", "loop", "vmap"]))
+@pytest.mark.parametrize("engine", first_only(["compiled", "loop", "vmap"], slow=True))
 def test_the_result_of_a_client_depends_on_nobody_beside_it(engine):
     """Frozen weights are shared by all clients of a block: a product with them must not be one for all clients."""
     check_method(

@@ -69,7 +69,7 @@ def test_a_certificate_that_is_over_ends_the_examination_with_both_dates(tmp_pat
     assert only.endswith("ask the organizer for a new one, or check the clock")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_certificate_that_ends_within_30_days_is_told(tmp_path, port, monkeypatch):
     ends = {"node-00": (25.0, None), "node-01": (20.4, 30)}
     monkeypatch.setattr(doctor.rosters, "find_ends", lambda roster, now: ends)
@@ -89,7 +89,7 @@ def test_a_study_that_is_not_the_rosters_and_an_address_in_use_are_found(tmp_pat
         ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_device_that_is_not_here_ends_the_examination_and_one_that_is_here_is_told(
     tmp_path, port
 ):

@@ -131,7 +131,7 @@ def test_the_logs_of_all_nodes_are_whole_and_agree(nodes, kind):
         assert told == read
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_models_that_a_client_refuses_and_its_quarantine_are_written_down(nodes):
     network = nodes("dac", acceptance={"worse": 1.0, "clip": 0.5})
     network.run()

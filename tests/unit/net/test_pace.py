@@ -424,7 +424,7 @@ def test_one_slow_member_of_eight_is_named_and_costs_a_tenth_of_the_time_at_most
     assert all("n7" in json.dumps(event) for event in warnings), warnings
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_client_that_is_always_late_is_left_out_by_its_server(tmp_path):
     """n3 comes 0.8 s after the others in each of seven rounds; three of them wait for it."""
     fleet = Fleet(tmp_path, "fedavg", 4, 7, slow=0.3)

@@ -89,7 +89,7 @@ def cut_direction(monkeypatch, name: str, address: str) -> None:
     monkeypatch.setattr(GrpcTransport, "_dial", cut)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_firewall_that_lets_one_direction_through_is_named_on_both_sides(
     files, port, monkeypatch
 ):

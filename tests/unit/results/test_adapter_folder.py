@@ -59,7 +59,7 @@ def load_plainly(stored, folder):
     return peft.PeftModel.from_pretrained(base, str(folder)).eval()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_command_writes_a_folder_for_each_client_that_peft_loads(stored, tmp_path):
     out = tmp_path / "adapters"
     arguments = ["export", str(stored / "run"), "--all", "--format", "peft", "--out", str(out)]

@@ -172,7 +172,7 @@ def test_each_fault_is_tried_by_itself(tiny: Path, capsys: pytest.CaptureFixture
     assert said.err.count("\n") == 5, "a line a fault, one before and one after"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_part_leaves_the_stored_results_of_the_rest_but_those_of_another_text(tiny: Path):
     path = tiny / mutants.STORED
     assert run(tiny, "--only", "SMALLER") == 0

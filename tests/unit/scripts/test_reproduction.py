@@ -14,7 +14,7 @@ from coterie.testing import tiny_federation
 ROOT = Path(__file__).resolve().parents[3]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_page_is_up_to_date():
     assert (ROOT / "docs/reference/reproduction.md").read_text() == reproduction.page(), (
         "run make docs"

@@ -43,7 +43,7 @@ def test_every_stored_result_says_where_it_comes_from_and_what_it_speaks_of(hist
     assert [line for one in found for line in stored.problems(one)] == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_page_and_the_ages_are_those_of_the_history(history):
     """Counted at the commit that the page names, so that later commits do not make it wrong."""
     at = json.loads(stored.AGES.read_text())["counted_at"]
@@ -52,7 +52,7 @@ def test_the_page_and_the_ages_are_those_of_the_history(history):
         assert path.read_text() == text, "run make docs"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_results_that_have_grown_old_since_they_were_counted_are_told_again(history):
     """A page may lag behind by fifty commits to a part, and not at all where golden results have changed."""
     told = json.loads(stored.AGES.read_text())["results"]

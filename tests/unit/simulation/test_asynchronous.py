@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.selection import one_of_each_family
 
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError
@@ -75,7 +76,7 @@ def test_equal_speeds_are_the_synchronous_schedule(kind):
 
 @pytest.mark.full
 @pytest.mark.parametrize("order", ["exchange_first", "train_first"])
-@pytest.mark.parametrize("kind", PEERS)
+@pytest.mark.parametrize("kind", one_of_each_family(PEERS, slow=True))
 @pytest.mark.parametrize(
     "changes",
     [
@@ -165,13 +166,15 @@ def test_stacked_is_one_by_one(monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize("order", ["exchange_first", "train_first"])
-@pytest.mark.parametrize("kind", [kind for kind in PEERS if kind != "dfedalt"])
+@pytest.mark.parametrize(
+    "kind", one_of_each_family([kind for kind in PEERS if kind != "dfedalt"], slow=True)
+)
 @pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
 def test_stacked_is_one_by_one_for_every_method(monkeypatch, kind, order, engine):
     check_one_by_one(monkeypatch, kind, order=order, engine=engine, dtype="float32", patience=3)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     st.lists(st.integers(1, 12), min_size=CLIENTS, max_size=CLIENTS),

@@ -240,7 +240,7 @@ except ConfigError as error:
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux", reason="what the address space holds is read from /proc"
 )

@@ -90,19 +90,18 @@ def test_a_study_says_what_it_is(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in NAMES if config.load_study(name).sweep])
-def test_a_sweep_changes_something_at_every_point(name):
-    studies = expand_sweep(config.load_study(name))
-    points = {
-        config.hash_study(study.select_run(entry.label, 0))
-        for study in studies
-        for entry in study.methods
-    }
-    assert (
-        len(points)
-        == sum(len(study.methods) for study in studies)
-        > len(config.load_study(name).methods)
-    )
+def test_a_sweep_changes_something_at_every_point():
+    sweeps = [study for study in map(config.load_study, NAMES) if study.sweep]
+    assert sweeps
+    for sweep in sweeps:
+        studies = expand_sweep(sweep)
+        points = {
+            config.hash_study(study.select_run(entry.label, 0))
+            for study in studies
+            for entry in study.methods
+        }
+        runs = sum(len(study.methods) for study in studies)
+        assert len(points) == runs > len(sweep.methods), sweep.name
 
 
 def test_every_published_experiment_has_its_study():

@@ -108,7 +108,7 @@ def test_the_data_of_every_study_can_be_had_or_are_described():
     } <= known
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_methods_with_and_without_a_server_share_a_table(tmp_path: Path):
     """On one federation; the global accuracy is there for those that have a global model."""
     study = run_study(config.parse_study_text(MIXED), out=tmp_path)

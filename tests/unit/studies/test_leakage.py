@@ -64,7 +64,7 @@ def test_a_model_that_never_saw_the_data_tells_nothing():
         assert one.tpr < 0.05
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_noise_hides_what_was_remembered():
     found = attacked(0.02, "random", private=DPSGD(1.0, 8.0, 1e-3), epochs=3)
     plain, private = found[:2], found[2:]

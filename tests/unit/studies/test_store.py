@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from tests.selection import first_only
 
 from coterie._util import origin
 from coterie.errors import ConfigError
@@ -85,8 +86,12 @@ def test_a_taken_run_stays_when_its_source_is_deleted_or_moved(out):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "change",
-    ["rounds=3", "local.lr=0.2", "methods.random.num_peers=1", "engine=loop", "seeds=[7]"],
-)  # fmt: skip
+    first_only(
+        ["rounds=3", "local.lr=0.2", "methods.random.num_peers=1", "engine=loop", "seeds=[7]"],
+        2,
+        slow=True,
+    ),
+)
 def test_a_run_with_another_setting_is_not_taken(out, change):
     _, trained, found = run(out, "name=second", change)
     kept = {"local"} if "num_peers" in change else set()
@@ -139,12 +144,12 @@ def test_what_depends_on_code_of_the_user_is_not_taken(tmp_path, change, options
         assert len(run(tmp_path, f"name={name}", change, **options)[1]) == 4
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_overwrite_runs_all(out):
     assert len(run(out, "name=second", overwrite=True)[1]) == 4
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_that_has_begun_goes_on_and_nothing_is_taken(out, tmp_path):
     def stop(step):
         raise ConfigError("stopped")

@@ -155,7 +155,7 @@ def test_a_sweep_over_what_does_not_exist_is_refused(axes, said):
     assert said in str(caught.value)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_sweep_runs_every_point_and_joins_the_summaries(tmp_path):
     study = sweep(data__train=[8, 16])
     heard = []
@@ -243,7 +243,7 @@ def test_a_point_that_cannot_run_is_refused_before_anything_is_written(tmp_path)
     assert not (tmp_path / "tiny").exists()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_points_of_a_sweep_are_joined_over_the_seeds_that_all_have(tmp_path):
     """Of the point train=16 seed 0 is deleted: both points are averaged over seed 1, and n is 1 in every row."""
     done = run_sweep(replace(sweep(data__train=[8, 16]), seeds=(0, 1)), out=tmp_path)

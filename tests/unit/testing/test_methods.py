@@ -97,7 +97,7 @@ class FedAmpWithOwnMeans(FedAmp):
         return ServerMethod.serving_model(self, rnd, state)[0]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_newcomers_model_that_is_a_clients_own_is_found():
     """Without `newcomer_model`, it would be the personal model that `serving_model` returns."""
     with pytest.raises(AssertionError) as raised:
@@ -107,13 +107,13 @@ def test_a_newcomers_model_that_is_a_clients_own_is_found():
     assert "(differs by up to 1 in 90 of 90 numbers)" in str(raised.value)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_cluster_has_one_model_for_newcomers():
     with pytest.raises(AssertionError, match="gives clients of one cluster different models"):
         check_method(FedAmpWithOwnMeans(), relabel=False)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_newcomers_model_of_the_server_keeps_the_contract():
     check_method(FedAmpWithMean(), relabel=False)
 

@@ -50,7 +50,7 @@ print(torch.backends.cpu.get_cpu_capability())
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(not X86, reason="the capabilities are those of x86-64")
 def test_programs_compute_the_same_whatever_pytorch_takes() -> None:
     """With PyTorch's kernels for AVX-512, where the processor has it, and with those for AVX2."""

@@ -452,8 +452,10 @@ MODULES = {
 }
 
 
-COMPILED_OFTEN = ("images", "pools", "repeats", "table", "words", "writes")
+COMPILED_OFTEN = ("images", "repeats", "words")
 """Modules that `make test` compiles in double precision, which takes seconds each."""
+COMPILED_SOMETIMES = ("pools", "table", "writes")
+"""Those that `make test-more` compiles besides."""
 
 
 def data_of(features, classes, dtype):
@@ -483,7 +485,11 @@ def training(layout, data, local, rows):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in COMPILED_OFTEN else full(name) for name in MODULES]
+    "name",
+    [
+        name if name in COMPILED_OFTEN else full(name, slow=name not in COMPILED_SOMETIMES)
+        for name in MODULES
+    ],
 )
 def test_a_traced_module_trains_and_is_measured_as_by_the_loop_engine(name):
     check_against_the_loop_engine(name)
@@ -493,7 +499,7 @@ def test_a_traced_module_trains_and_is_measured_as_by_the_loop_engine(name):
 @pytest.mark.skipif(
     platform.machine() != "x86_64", reason="older processors of one family are tried"
 )
-@pytest.mark.parametrize("name", ["broad", "images", "turned", "lanes"])
+@pytest.mark.parametrize("name", first_only(["lanes", "images", "broad", "turned"], slow=True))
 @pytest.mark.parametrize(("processor", "register"), [("x86-64", 16), ("haswell", 32)])
 def test_it_does_on_processors_with_smaller_registers(name, processor, register, monkeypatch):
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
@@ -552,7 +558,7 @@ def check_against_the_loop_engine(name):
         assert not torch.equal(results[0][1], start)
 
 
-@pytest.mark.parametrize("name", first_only(["lanes", "turned", "writes", "pools"], 2))
+@pytest.mark.parametrize("name", first_only(["lanes", "turned", "writes", "pools"]))
 def test_in_single_precision_it_is_the_loop_engine_to_four_digits(name):
     make, features, objective, _together = MODULES[name]
     with Rng(0).temporary_torch_seed("init"):
