@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test test-more test-all mutants adversary docs site dist golden bench clean
+.PHONY: help setup demo check test test-more test-ci test-all mutants adversary docs site dist golden bench clean
 
 BIN := .venv/bin
 STAMP := .venv/.ready
@@ -40,6 +40,9 @@ test: setup ## the tests that notice every listed fault: five minutes on two cor
 
 test-more: setup ## what `make test` leaves out and .ci/run still has time for
 	$(PYTEST) -m "full and not slow and not gpu"
+
+test-ci: setup ## `make test` and `make test-more` in one run, as .ci/run does
+	$(PYTEST) -m "not slow and not gpu"
 
 test-all: setup ## every test; those marked gpu skip where there is none
 	$(PYTEST)

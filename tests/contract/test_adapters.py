@@ -65,9 +65,7 @@ METHODS = [
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "method", first_only(METHODS, 3, slow=True), ids=lambda method: method.kind
-)
+@pytest.mark.parametrize("method", first_only(METHODS, slow=True), ids=lambda method: method.kind)
 def test_methods_keep_their_promises_with_rules_of_adapters(method):
     check_method(method, model=MODEL, relabel=method.kind not in ("ifca", "fesem"))
 

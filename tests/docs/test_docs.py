@@ -93,7 +93,10 @@ LONG_PAGES = {
     "how-to/own-model.md", "explanation/metrics.md", "how-to/share-a-part.md", "how-to/paper-figures.md",
 }  # fmt: skip
 """Pages whose code `make test` does not run."""
-SLOW_PAGES = {"how-to/own-aggregation.md", "how-to/watch-and-track.md", "CONTRIBUTING.md"}
+SLOW_PAGES = {
+    "how-to/own-aggregation.md", "how-to/watch-and-track.md", "CONTRIBUTING.md", "how-to/fine-tune.md",
+    "how-to/take-home.md", "how-to/new-clients.md", "explanation/comparisons.md",
+}  # fmt: skip
 """Those of them whose code `make test-more` does not run either."""
 
 

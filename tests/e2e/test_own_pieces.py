@@ -190,7 +190,7 @@ def test_an_own_piece_goes_from_run_to_resume_to_report(piece, place):
     assert coterie("show", "runs/own", "--json") == shown
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_own_pieces_are_swept_and_tuned(place):
     everything = {**PLAIN, **OWN["model"], **OWN["shift"], **OWN["selection"]}
     Path("study.toml").write_text(STUDY.format(**everything, name="own"))

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from safetensors import safe_open
+from tests.selection import first_only
 
 import coterie
 from coterie.cli.app import app
@@ -89,7 +90,9 @@ def nets(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("method", "evaluate"), [("random", "best_val"), ("fedavg", "final")])
+@pytest.mark.parametrize(
+    ("method", "evaluate"), first_only([("random", "best_val"), ("fedavg", "final")], slow=True)
+)
 def test_a_network_with_batch_norm_and_dropout_has_the_recorded_numbers_in_a_plain_script(
     nets, method, evaluate
 ):

@@ -10,6 +10,7 @@ models four times faster; where there is no compiler, PyTorch does.)
 from functools import cache
 
 import pytest
+from tests.selection import first_only
 
 from coterie.data.build import DataConfig, build_federation
 from coterie.engine.task import LocalTraining
@@ -82,7 +83,7 @@ def test_inverse_loss_finds_the_clusters():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("metric", ["cos_weight", "cos_grad"])
+@pytest.mark.parametrize("metric", first_only(["cos_weight", "cos_grad"], slow=True))
 def test_cosines_do_as_well_as_the_oracle(metric):
     """Item 40: within 5 % of Oracle; after 20 rounds more than nine in ten pulls stay within the cluster."""
     oracle = mean([outcome(Oracle(num_peers=2), seed, lr=0.008)[0] for seed in SEEDS])

@@ -381,7 +381,9 @@ def test_no_bit_depends_on_which_clients_are_hosted(engine, name):
 @pytest.mark.parametrize(
     "name",
     first_only(
-        ["asks for types", "noise: normal", "attention: encoder", "attention: words first"], 2
+        ["asks for types", "noise: normal", "attention: encoder", "attention: words first"],
+        2,
+        slow=True,
     ),
 )
 def test_a_program_draws_for_a_large_batch_what_the_loop_engine_draws(name):

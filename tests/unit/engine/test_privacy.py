@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import integrate, optimize, stats
+from tests.selection import first_only
 from torch import nn
 
 from coterie.data.build import build_federation
@@ -124,7 +125,7 @@ def test_engines_agree_on_augmented_images():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", first_only(ENGINES, slow=True))
 def test_who_is_hosted_beside_changes_no_bit(engine):
     settings = replace(tiny_settings(rounds=2), local=SGD, engine=engine, evaluate="final")
     federation = tiny_federation()

@@ -91,7 +91,7 @@ def require_equal(one, other) -> None:
 
 
 @pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
-@pytest.mark.parametrize("kind", first_only(list(MODULES)))
+@pytest.mark.parametrize("kind", first_only(list(MODULES), slow=True))
 @pytest.mark.usefixtures("small_reads")
 def test_rows_of_a_disk_give_the_bytes_of_an_array(kind: str, engine: str, tmp_path: Path) -> None:
     x = draw(kind)

@@ -83,7 +83,7 @@ def test_uniform_draws_do_not_depend_on_who_else_is_hosted(many):
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_uniform_draws_take_every_candidate_equally_often(many):
     """12 clients in 400 rounds, 3 of 11 each: 1,200 reads of each member are expected."""
     rounds = (

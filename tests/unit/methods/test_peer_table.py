@@ -185,7 +185,7 @@ def test_members_outside_a_table_count_as_unknown():
     assert floor.tolist() == [[0, 1, 0, 0]]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("num_peers", first_only([3, 1], slow=True))
 def test_peers_are_drawn_as_often_as_from_a_memory_of_all_pairs(play, num_peers):
     """The share of draws in which each member occurs, of 1,000, with tables that hold all that is known.

@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from tests.selection import first_only
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
@@ -332,7 +333,7 @@ LAZY = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", first_only(ENGINES, slow=True))
 @pytest.mark.parametrize("what", LAZY)
 def test_lazy_layers_are_materialized(what, engine, tmp_path):
     """As a class and as a module: trained, and taken home from the folder in the shapes of the data."""

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from tests.selection import first_only
 from torch import nn
 
 import coterie
@@ -80,7 +81,7 @@ def weights_of(pack):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", first_only(["compiled", "loop", "vmap"], slow=True))
 def test_an_entry_is_trained_scored_and_predicted_as_the_tensor_itself(data, engine, subtests):
     plain = train(data, weights_of(PACKED["a tensor"][0]), engine)
     for what, (pack, output) in PACKED.items():

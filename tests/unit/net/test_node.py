@@ -315,7 +315,7 @@ def crash_in(node: Node, round: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("acceptance", [False, True])
+@pytest.mark.parametrize("acceptance", first_only([True, False], slow=True))
 def test_a_node_that_is_killed_comes_back_and_the_run_can_be_replayed(networks, acceptance):
     """It fails in round 1 with its message published, restarts from its checkpoint, catches up and takes part again.
 
@@ -668,7 +668,7 @@ ANSWERED = [
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    one_of_each_family(ANSWERED, slow=True, only=["dac", "fedavg"]),
+    one_of_each_family(ANSWERED, only=["dac", "fedavg"], slow=True),
     ids=[" ".join([k, *map(said, o.values())]) for k, o in ANSWERED],
 )
 def test_a_member_that_joins_late_ends_with_the_bits_of_the_simulation(

@@ -282,7 +282,7 @@ def test_a_folder_without_runs_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_hundred_clients_three_hundred_rounds_four_methods_and_three_seeds_stay_below_five_megabytes(
     population_study, tmp_path
 ):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from tests.selection import first_only
 
 from coterie.methods import METHODS
 from coterie.runtime import _compact
@@ -81,7 +82,7 @@ def test_what_would_not_be_smaller_is_kept_as_it_is():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["dac", "panm-loss"])
+@pytest.mark.parametrize("kind", first_only(["dac", "panm-loss"], slow=True))
 def test_a_run_goes_on_from_small_tables_to_the_same_bytes(kind, monkeypatch, tmp_path):
     """With tables of any size made smaller: a run of four rounds, and one of two that goes on, leave the same files."""
     monkeypatch.setattr(_compact, "MIN_BYTES", 1)

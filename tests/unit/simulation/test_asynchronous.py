@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.selection import one_of_each_family
+from tests.selection import first_only, one_of_each_family
 
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError
@@ -169,7 +169,7 @@ def test_stacked_is_one_by_one(monkeypatch):
 @pytest.mark.parametrize(
     "kind", one_of_each_family([kind for kind in PEERS if kind != "dfedalt"], slow=True)
 )
-@pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
+@pytest.mark.parametrize("engine", first_only(["compiled", "loop", "vmap"], slow=True))
 def test_stacked_is_one_by_one_for_every_method(monkeypatch, kind, order, engine):
     check_one_by_one(monkeypatch, kind, order=order, engine=engine, dtype="float32", patience=3)
 
@@ -354,7 +354,7 @@ class Killed(Exception):
     [
         ("random", "exchange_first"),
         pytest.param("dac", "exchange_first", marks=pytest.mark.full),
-        pytest.param("panm-grad", "train_first", marks=pytest.mark.full),
+        pytest.param("panm-grad", "train_first", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, kind, order):

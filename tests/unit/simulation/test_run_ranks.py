@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tests.hugging import attach_lora
-from tests.selection import full
+from tests.selection import first_only, full
 
 import coterie
 from coterie.data.federation import TRAIN
@@ -145,8 +145,8 @@ def run_plainly(stored, data, start, rule, optimizer):
     ("rule", "optimizer"),
     [
         ("product-mean", "sgd"),
-        full(None, "sgd"),
-        full("norm-weighted", "sgd"),
+        full(None, "sgd", slow=True),
+        full("norm-weighted", "sgd", slow=True),
         full("product-mean", "adamw"),
     ],
 )
@@ -194,9 +194,17 @@ def test_the_adapter_taken_home_is_of_the_rank_of_its_client(stored, tmp_path):
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:the server left out the message")
 @pytest.mark.parametrize(
-    "method", [coterie.Random(num_peers=2), coterie.FedAvg(), coterie.Dac(num_peers=2, similarity="cos_product")],
+    "method",
+    first_only(
+        [
+            coterie.Random(num_peers=2),
+            coterie.FedAvg(),
+            coterie.Dac(num_peers=2, similarity="cos_product"),
+        ],
+        slow=True,
+    ),
     ids=lambda method: method.kind,
-)  # fmt: skip
+)
 def test_noise_of_privacy_and_of_attackers_makes_no_rank_larger(stored, method):
     """`run.model` refuses rows with more; so every model that is measured has its own rank."""
     local = coterie.LocalTraining(

@@ -292,6 +292,7 @@ class PlainPanm(Plain):
             (PanmGrad, 3, "sequential_exchange", "exchange_first"),
         ],
         2,
+        slow=True,
     ),
 )
 def test_panm_one_after_another_is_the_plain_loop(kind, candidates, schedule, order):

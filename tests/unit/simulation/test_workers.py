@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.selection import first_only
 
 from coterie.errors import ConfigError, DiskFull
 from coterie.simulation import workers
@@ -170,7 +171,7 @@ def test_a_job_is_taken_when_a_worker_is_free():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", first_only([1, 2], slow=True))
 def test_an_error_of_a_job_arrives_as_itself(workers):
     with pytest.raises(ConfigError, match="three is refused"):
         list(fan_out(refuse_three, [1, 2, 3, 4], workers, print))
@@ -269,11 +270,18 @@ def run_program(words, work, folder):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "work", "line"),
-    [
-        (["FILE"], START, 'put that below `if __name__ == "__main__":`, or set workers = 1'),
-        (["-"], START, "the program was read from <stdin>, where worker processes cannot import"),
-        (["-c", PROGRAM.replace("WORK", START)], START, "Can't get attribute 'double' on"),
-    ],
+    first_only(
+        [
+            (["FILE"], START, 'put that below `if __name__ == "__main__":`, or set workers = 1'),
+            (
+                ["-"],
+                START,
+                "the program was read from <stdin>, where worker processes cannot import",
+            ),
+            (["-c", PROGRAM.replace("WORK", START)], START, "Can't get attribute 'double' on"),
+        ],
+        slow=True,
+    ),
     ids=["no guard", "standard input", "the command line"],
 )
 def test_a_program_that_workers_cannot_import_is_told_what_to_do(tmp_path, words, work, line):
@@ -299,7 +307,7 @@ def test_work_that_no_other_process_can_have_is_told_what_to_do(work):
     assert [two for _, two in fan_out(work, range(3), 1, print)] == [0, 1, 2]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_job_that_no_other_process_can_have_ends_all_workers():
     jobs = iter([1, 2, lambda: 3])
     with pytest.raises(ConfigError, match="cannot receive this study"):

@@ -125,7 +125,7 @@ def test_a_stack_of_every_layer_trains_as_the_loop_engine_does(local, prox):
 
 @pytest.mark.full
 @pytest.mark.parametrize("width", first_only([5, 8, 13, 31], slow=True))
-@pytest.mark.parametrize("dtype", first_only([torch.float32, torch.float64]))
+@pytest.mark.parametrize("dtype", first_only([torch.float32, torch.float64], slow=True))
 def test_rows_and_layers_that_leave_registers_part_full_are_computed_alike(width, dtype):
     """Convolutions with and without pooling on rows of even and odd width, linear layers of 17 and 38 inputs or more.
 
@@ -170,7 +170,7 @@ def test_leaky_relu_is_compiled_also_where_it_changes_places_with_pooling():
 
 @pytest.mark.parametrize(
     "options",
-    first_only([{"gain": 3.0}, {"bias": False}, {}]),
+    first_only([{"gain": 3.0}, {"bias": False}, {}], slow=True),
     ids=["a gain", "one bias", "own biases"],
 )
 def test_a_simplex_head_is_compiled_with_weights_of_the_endpoints_that_change(options):

@@ -454,7 +454,7 @@ MODULES = {
 
 COMPILED_OFTEN = ("images", "repeats", "words")
 """Modules that `make test` compiles in double precision, which takes seconds each."""
-COMPILED_SOMETIMES = ("pools", "table", "writes")
+COMPILED_SOMETIMES = ("pools",)
 """Those that `make test-more` compiles besides."""
 
 
@@ -500,7 +500,9 @@ def test_a_traced_module_trains_and_is_measured_as_by_the_loop_engine(name):
     platform.machine() != "x86_64", reason="older processors of one family are tried"
 )
 @pytest.mark.parametrize("name", first_only(["lanes", "images", "broad", "turned"], slow=True))
-@pytest.mark.parametrize(("processor", "register"), [("x86-64", 16), ("haswell", 32)])
+@pytest.mark.parametrize(
+    ("processor", "register"), first_only([("haswell", 32), ("x86-64", 16)], slow=True)
+)
 def test_it_does_on_processors_with_smaller_registers(name, processor, register, monkeypatch):
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     if processor == "haswell" and not ("avx2" in flags and "fma" in flags):
@@ -558,7 +560,7 @@ def check_against_the_loop_engine(name):
         assert not torch.equal(results[0][1], start)
 
 
-@pytest.mark.parametrize("name", first_only(["lanes", "turned", "writes", "pools"]))
+@pytest.mark.parametrize("name", first_only(["lanes", "turned", "writes", "pools"], slow=True))
 def test_in_single_precision_it_is_the_loop_engine_to_four_digits(name):
     make, features, objective, _together = MODULES[name]
     with Rng(0).temporary_torch_seed("init"):
