@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tests.contract.test_methods import BY_POSITION, SETTINGS
-from tests.selection import first_only, one_of_each_family
+from tests.selection import first_only
 
 from coterie.errors import ConfigError
 from coterie.methods import METHODS
@@ -23,7 +23,10 @@ NEED_CLASSES = {"sosicfl", "sosicfl-all", "sosicfl-plus"}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "task"), first_only([*OFTEN, *(case for case in CASES if case not in OFTEN)], 2, slow=True))
+@pytest.mark.parametrize(
+    ("kind", "task"),
+    first_only([*OFTEN, *(case for case in CASES if case not in OFTEN)], 2, slow=True),
+)
 def test_method_keeps_the_contract(kind: str, task: Any):
     """Resumed, in any grouping of the clients, with small cohorts, with silent peers; or it says why it cannot."""
     method, federation = METHODS[kind](**SETTINGS.get(kind, {})), tiny_federation(kind=task)
