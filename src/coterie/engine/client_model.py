@@ -93,16 +93,20 @@ class ClientModel:
         # it.
         if self.init == "per_client":
             return torch.stack([self._draw(rng.at_round(-1), client) for client in ids.tolist()])
+        return self._shared_first_model(rng).expand(len(ids), -1)
+
+    def _shared_first_model(self, rng: Rng) -> Float[Tensor, " params"]:
+        """Return the first model that all clients share, drawn once for each seed."""
         # The stream of EVERYONE is the same in each process, so all of them start from one model.
         if rng.seed not in self.first_models:
             self.first_models[rng.seed] = self._draw(rng.at_round(-1), EVERYONE)
-        return self.first_models[rng.seed].expand(len(ids), -1)
+        return self.first_models[rng.seed]
 
     def draw_models(
         self, rng: Rng, count: int, different: bool = False
     ) -> Float[Tensor, "clusters params"]:
         """Return first models, the same in every process; see `Task.draw_models`."""
-        rows = [self._draw(rng.at_round(-1), EVERYONE)]
+        rows = [self._shared_first_model(rng)]
         for number in range(1, count):
             if self.keeps_given:
                 rows.append(rows[0])

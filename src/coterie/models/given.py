@@ -1,6 +1,7 @@
 """The module that a user gives: refused where it cannot be trained, its lazy layers materialized."""
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from coterie.data.source import InputPart
 from coterie.errors import ModelError
+from coterie.rng import Rng
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 RETURN_HINT = ": is a `return` missing?"
@@ -117,6 +119,15 @@ class ModuleMaker:
         if not lazy:
             return module
         return self._materialize(module, lazy)
+
+    @functools.cached_property
+    def template(self) -> nn.Module:
+        """One module of the model for its shapes and frozen weights, made once; never changed.
+
+        It has a stream of its own, the same in every run and on every machine.
+        """
+        with Rng(0).temporary_torch_seed("template"):
+            return self()
 
     def _materialize(self, module: nn.Module, lazy: list[str]) -> nn.Module:
         """Give lazy layers their shapes by a forward pass of zeros, in evaluation."""

@@ -700,10 +700,9 @@ def resolve_model(
     if not isinstance(model, NamedModel):
         return ModuleMaker(model, features, parts)
     build = functools.partial(_build_named_model, model, features, outputs)
-    # A trial, which must not draw from anybody's stream.
-    with Rng(0).temporary_torch_seed("template"):
-        build()
-    return ModuleMaker(build, features, parts)
+    maker = ModuleMaker(build, features, parts)
+    _ = maker.template  # refused here where it cannot be made; to load one may take seconds
+    return maker
 
 
 def find_output_name(model: ModelSource, setting: str | int | None = None) -> str:
@@ -751,13 +750,13 @@ def custom_model_name(model: ModelSource) -> str:
 def make_template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
     """Return a module of the model, for its shapes and the frozen weights of all clients.
 
-    A factory makes it with a stream of its own, the same in every run and on every machine.
+    See `ModuleMaker.template`: who changes it takes a copy.
     """
     if isinstance(model, nn.Module):
         return model
-    with Rng(0).temporary_torch_seed("template"):
-        module = model()
-    return check_module(module, "what the model factory returned")
+    if not isinstance(model, ModuleMaker):
+        model = ModuleMaker(model, ())
+    return model.template
 
 
 def row_nbytes(params: Shaped[Tensor, "... params"]) -> int:

@@ -71,7 +71,7 @@ class PlainModule:
             if not given:
                 lines.append("the given module's weights are drawn again (init = 'redrawn')")
         elif init == "given":
-            module = make_template(make)
+            module = copy_deeply(make_template(make))
         else:
             stream = client if init == "per_client" else EVERYONE
             with rng.at_round(-1).temporary_torch_seed("init", stream):

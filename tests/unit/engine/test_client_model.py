@@ -7,6 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 from coterie.errors import ConfigError, ModelError
 from coterie.methods import METHODS
+from coterie.models.layout import NamedModel
+from coterie.rng import Rng
+from coterie.runtime.task import make_task
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 from coterie.testing.tiny import build_task
@@ -50,6 +53,26 @@ def test_weights_that_a_factory_loads_are_named_and_those_that_it_draws_are_not(
     with torch.no_grad():
         given[2].bias[0] += 1e-7
     assert digest_of(given) != digest_of(make_net())
+
+
+BUILT: list[tuple[int, ...]] = []
+
+
+def counted_net(features: tuple[int, ...]) -> nn.Module:
+    """A model that notes when it is made; one that is loaded from a file takes seconds."""
+    BUILT.append(features)
+    return make_net()
+
+
+def test_a_model_by_name_is_made_once_and_drawn_once_for_each_seed():
+    """The template serves shapes, trials and frozen weights; the first model clients, server and forecast."""
+    BUILT.clear()
+    name = NamedModel(f"{__name__}:counted_net")
+    task = make_task(tiny_federation(), METHODS["fedavg"](), name, tiny_settings())
+    assert BUILT == [(4,)]
+    for seed, count in ((0, 2), (0, 2), (1, 3)):
+        METHODS["fedavg"]().init_state(task, Rng(seed))
+        assert len(BUILT) == count
 
 
 class Fourier(nn.Module):
