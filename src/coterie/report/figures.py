@@ -23,13 +23,7 @@ from coterie.report import plots
 from coterie.results.coverage import IncompleteStudyWarning, describe_coverage
 from coterie.results.selection import group_by_study, select_charted_runs
 from coterie.results.stored_runs import StoredRun, load_runs
-from coterie.results.varied import (
-    find_value,
-    format_value,
-    name_other_settings,
-    split_setting,
-    strip_settings,
-)
+from coterie.results.varied import find_value, format_value, name_runs, split_setting
 
 FORMATS = ("pdf", "svg", "png")
 STYLE: dict[Any, Any] = {
@@ -255,15 +249,8 @@ def _name_by_setting(runs: Sequence[StoredRun], setting: str) -> list[tuple[str,
         )
     if all(isinstance(value, int | float) for value, _ in found):
         found.sort(key=lambda one: one[0])
-    rest = name_other_settings(
-        (
-            (run.folder.parent.parent, strip_settings(run.label, [setting]), (str(value), run.seed))
-            for value, run in found
-        ),
-        [setting],
-    )
-    named = []
-    for value, run in found:
-        label = strip_settings(run.label, [setting]) + rest[run.folder.parent.parent]
-        named.append((f"{label}, {format_value(called, value)}", run))
-    return named
+    names = name_runs([(run, [str(value)]) for value, run in found], [setting])
+    return [
+        (f"{label}{rest}, {format_value(called, value)}", run)
+        for (label, rest), (value, run) in zip(names, found, strict=True)
+    ]

@@ -36,7 +36,7 @@ from coterie.results.stored_runs import (
 )
 from coterie.results.summary import compute_cluster_means
 from coterie.results.tables import compute_mean_interval
-from coterie.results.varied import find_value, name_other_settings, split_setting, strip_settings
+from coterie.results.varied import find_value, name_runs, split_setting, strip_settings
 
 NamedRuns = Sequence[tuple[str, StoredRun]]
 DrawnFigure = tuple[Figure, pd.DataFrame]
@@ -658,18 +658,9 @@ def draw_sweep(
     points = []
     found = [(run, [find_setting(run, one) for one in asked]) for _, run in runs]
     found = [(run, values) for run, values in found if run.is_finished and None not in values]
-    rest = name_other_settings(
-        (
-            (run.folder.parent.parent, strip_settings(run.label, asked), (*values, run.seed))
-            for run, values in found
-        ),
-        asked,
-    )
-    for run, values in found:
+    for (run, values), (label, rest) in zip(found, name_runs(found, asked), strict=True):
         mean = compute_final_mean(run, shown.name, cluster)
-        other = rest[run.folder.parent.parent]
-        label = strip_settings(run.label, asked) + other
-        points.append((label, run.method_kind + other, *values, mean))
+        points.append((label + rest, run.method_kind + rest, *values, mean))
     table = pd.DataFrame(points, columns=["method", "kind", *asked, "value"])
     if all(len(np.unique(table[one].to_numpy())) < 2 for one in asked):
         raise DataError(

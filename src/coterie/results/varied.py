@@ -12,7 +12,7 @@ from coterie.results import pairs
 from coterie.results.coverage import describe_coverage, find_common_seeds
 from coterie.results.pairs import Pair
 from coterie.results.selection import group_by_study
-from coterie.results.stored_runs import load_runs
+from coterie.results.stored_runs import StoredRun, load_runs
 from coterie.results.summary import summarize_study
 
 
@@ -221,3 +221,23 @@ def strip_settings(label: str, settings: Sequence[str]) -> str:
         name = re.escape(one.rpartition(".")[-1])
         label = re.sub(rf"[\s,]*\b{name}=[^\s,]*", "", label)
     return label or settings[0].rpartition(".")[-1]
+
+
+def name_runs(
+    found: Sequence[tuple[StoredRun, Sequence[Hashable]]], settings: Sequence[str]
+) -> list[tuple[str, str]]:
+    """Return what names each run beside some settings.
+
+    Args:
+        found: runs with their values of the settings.
+        settings: their names or paths.
+
+    Returns:
+        The label of each without the settings, and what is to be added to it; see
+        `name_other_settings`.
+    """
+    labels = [strip_settings(run.label, settings) for run, _ in found]
+    folders = [run.folder.parent.parent for run, _ in found]
+    once = [(*values, run.seed) for run, values in found]
+    rest = name_other_settings(zip(folders, labels, once, strict=True), settings)
+    return [(label, rest[folder]) for label, folder in zip(labels, folders, strict=True)]
