@@ -226,7 +226,7 @@ def strip_settings(label: str, settings: Sequence[str]) -> str:
 def name_runs(
     found: Sequence[tuple[StoredRun, Sequence[Hashable]]], settings: Sequence[str]
 ) -> list[tuple[str, str]]:
-    """Return what names each run beside some settings.
+    """Return what names each run in addition to some settings.
 
     Args:
         found: runs with their values of the settings.
