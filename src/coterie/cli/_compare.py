@@ -346,8 +346,9 @@ def tune_study(
         axes.setdefault("seeds", list(chosen.tune["seeds"]))
     # Seeds repeat a trial; they are nothing to choose.
     if not set(axes) - {"seeds"}:
+        why = "seeds alone repeat one trial" if "seeds" in axes else "there is nothing to tune"
         raise ConfigError(
-            "there is nothing to tune; give --grid lr=0.001,0.003, or [tune] in the study file"
+            f"{why}; give --grid lr=0.001,0.003, or [tune] in the study file"
         )
     asked = {"grid": axes, "widenings": widenings, "budget": budget}
     place = _cluster.RunLocation(on, cpus, gpus)

@@ -205,7 +205,8 @@ def tune_study(
     for path in grid:
         if not any(_find_setting(path, label, study) in axes for label, axes in grids.items()):
             raise ConfigError(
-                f"--grid: no method of the study has a setting {path!r}; coterie methods lists them"
+                f"--grid: no method of the study has a setting {path!r}, and it is none of a run or "
+                "of local training; coterie methods lists those of methods"
             )
     # The rounds of the trials of each pass.
     passes: dict[str, list[int | None]] = dict.fromkeys(grids, [None] * (widenings + 1))
@@ -469,7 +470,7 @@ def _make_method_grid(
 def _find_setting(path: str, label: str, study: StudyConfig) -> str | None:
     """Return the setting that an axis names for a method; None where it is for another method."""
     if not path.startswith("methods."):
-        return path
+        return path.removeprefix("local.")  # as a study file writes how clients train
     head, _, key = path.removeprefix("methods.").rpartition(".")
     reached = match_methods(head.strip('"'), [(entry.label, entry.kind) for entry in study.methods])
     return key if label in (study.methods[place].label for place in reached) else None

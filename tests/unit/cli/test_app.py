@@ -172,6 +172,7 @@ def test_a_stored_study_goes_on_is_refused_with_other_settings_and_overwritten(c
             ("tune", "tiny.toml", "--grid", "lr=0.1", "--set", "device=gpu"),
             "device is 'gpu'; expected 'cpu', 'cuda'",
         ),
+        (("tune", "tiny.toml", "--grid", "seeds=0,1"), "seeds alone repeat one trial; give --grid"),
         (("run", "tiny.toml", "--set", "data.num_clients=4000"), "num_clients"),
         (("run", "tiny.toml", "--set", "data.dataset=mnist"), "COTERIE_DATA"),
         (("run", "tiny.toml", "--set", "data.dataset=mnist", "--data-dir", "nowhere"), "nowhere"),

@@ -282,6 +282,16 @@ def test_a_name_reaches_what_it_reaches_with_set(study, name, reached):
     assert {trial.label for trial in tuned.trials if trial.point} == reached
 
 
+def test_a_setting_of_local_training_has_both_of_its_names(study):
+    """`lr`, and `local.lr` as --set and sweeps call it: the same trials."""
+    alone = replace(study, methods=(study.find_method("Alone"),))
+    short, long = (
+        tune.tune_study(alone, {name: [0.001, 0.003]}, widenings=0) for name in ("lr", "local.lr")
+    )
+    assert [t.point for t in short.trials] == [t.point for t in long.trials]
+    assert [t.value for t in short.trials] == [t.value for t in long.trials]
+
+
 def test_a_setting_nobody_has_is_refused(study):
     with pytest.raises(ConfigError, match="no method of the study has a setting 'tua'"):
         tune.tune_study(study, {"tua": [1, 2]})
