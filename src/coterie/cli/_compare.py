@@ -347,9 +347,7 @@ def tune_study(
     # Seeds repeat a trial; they are nothing to choose.
     if not set(axes) - {"seeds"}:
         why = "seeds alone repeat one trial" if "seeds" in axes else "there is nothing to tune"
-        raise ConfigError(
-            f"{why}; give --grid lr=0.001,0.003, or [tune] in the study file"
-        )
+        raise ConfigError(f"{why}; give --grid lr=0.001,0.003, or [tune] in the study file")
     asked = {"grid": axes, "widenings": widenings, "budget": budget}
     place = _cluster.RunLocation(on, cpus, gpus)
     run_tuning(chosen, asked, out, data_dir, workers, place, quiet=quiet)

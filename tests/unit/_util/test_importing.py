@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from torch import nn
 
 from coterie._util.importing import (
     find_import_path,
@@ -91,9 +92,15 @@ def test_what_has_no_path_is_refused():
     def inner():
         """Is made inside a function."""
 
-    for found in (inner, lambda: None, 3):
+    for found in (inner, lambda: None):
         with pytest.raises(
             ConfigError, match="expected one that is defined at the top of a module, with a name"
+        ):
+            find_import_path(found, "it")
+    # An object holds settings, which have a place of their own.
+    for found in (3, nn.CrossEntropyLoss(label_smoothing=0.1)):
+        with pytest.raises(
+            ConfigError, match=r"it is an object, (3|CrossE.*\)); .* next to its kind"
         ):
             find_import_path(found, "it")
 
