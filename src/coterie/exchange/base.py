@@ -132,7 +132,8 @@ class Inbox:
     """The messages that the hosted clients received: one slot for each peer asked.
 
     Args:
-        table: the model of each distinct sender, once.
+        table: the model of each distinct sender, once; in a simulation also of members that
+            nobody here asked, so that only rows in `index` where the mask is True are received.
         index: row of the table of each slot; 0 where the mask is False.
         peers: id of the peer asked in each slot; -1 for an unused slot.
         mask: whether the message arrived.

@@ -1,4 +1,4 @@
-"""DAC: gossip with peers drawn by similarity, with four similarities and three aggregations."""
+"""DAC: gossip with peers drawn by similarity."""
 
 import math
 import warnings

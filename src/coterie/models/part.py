@@ -98,7 +98,7 @@ class ParameterSharing:
 
     Args:
         shared: the columns that messages hold.
-        home: all others.
+        local: all others.
         trained: the shared ones that are trained.
         compared: those of `trained` in which models and updates are compared.
     """

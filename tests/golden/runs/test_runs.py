@@ -73,6 +73,7 @@ def stored() -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", sorted(METHODS))
 def test_a_method_still_gives_the_stored_run(kind, stored):
+    assert kind in stored, "a method without a stored run: run make golden"
     found, expected = outcome(kind), stored[kind]
     assert (found["reads"], found["who_read_whom"]) == (
         expected["reads"],
@@ -83,4 +84,4 @@ def test_a_method_still_gives_the_stored_run(kind, stored):
 
 
 def test_every_stored_run_is_of_a_method_that_exists(stored):
-    assert set(stored) == set(METHODS)
+    assert set(stored) <= set(METHODS), "a stored run of no method: run make golden"

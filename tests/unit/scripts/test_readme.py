@@ -43,7 +43,9 @@ def test_the_readme_lists_every_method_with_its_papers():
     from coterie.methods import METHODS
 
     for kind, method in METHODS.items():
-        (line,) = [line for line in README.splitlines() if line.startswith(f"| `{kind}` |")]
+        lines = [line for line in README.splitlines() if line.startswith(f"| `{kind}` |")]
+        assert len(lines) == 1, f"the table has {len(lines)} lines of {kind}: run make docs"
+        (line,) = lines
         for reference in method.references:
             author = reference.split(",")[0]
             year = re.search(r", (\d{4})(,|$)", reference)[1]
