@@ -55,7 +55,8 @@ def one_of_each_family(
         cases: kinds of methods, or tuples that begin with one.
         also: further kinds that `make test` runs, because they notice a fault of `tests/mutants`.
         only: the representatives that `make test` runs, where a case takes seconds and the others
-            notice no fault that these do not; `make test-more` has the others.
+            notice no fault that these do not; `make test-more` has the others. A method of no family
+            runs in both.
         slow: leave the others of a family out of `make test-more` too.
     """
     seen: set[str] = set()
@@ -65,7 +66,8 @@ def one_of_each_family(
         kind = values[0]
         is_first = kind not in seen and (kind not in STOOD_FOR or kind in also)
         seen.add(kind)
-        if is_first and (not only or kind in only):
+        is_new = kind not in FAMILIES and kind not in STOOD_FOR
+        if is_first and (not only or kind in only or is_new):
             chosen.append(case)
         else:
             chosen.append(full(*values, slow=slow and not is_first))

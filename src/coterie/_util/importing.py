@@ -169,13 +169,13 @@ def find_import_path(found: Any, what: str) -> str:
     """
     module, name = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
     path = f"{module}:{name}"
-    # "<locals>" and "<lambda>" are in names that no import reaches.
     if name is None:
         raise ConfigError(
             f"{what} is an object, {found!r}; expected a name, or a class or function that is defined "
             "at the top of a module: settings of one stand next to its kind, such as "
             "{'kind': NAME, 'option': 1}"
         )
+    # "<locals>" and "<lambda>" are in names that no import reaches.
     reachable = module is not None and "<" not in name
     if not reachable or import_object(path, what) is not found:
         raise ConfigError(

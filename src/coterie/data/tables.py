@@ -824,13 +824,14 @@ def _find_unit(values: Sequence[str]) -> str:
     """Return the unit, or the sign of a currency, that all of many values have; "" if none."""
     if len(values) <= _FEW:
         return ""
-    units = set()
+    unit = ""
     for value in values:
         found = _WITH_UNIT.fullmatch(value.strip())
-        if found is None or not (unit := found["before"] + (found["behind"] or "")):
+        own = "" if found is None else found["before"] + (found["behind"] or "")
+        if not own or unit not in ("", own):
             return ""
-        units.add(unit)
-    return units.pop() if len(units) == 1 else ""
+        unit = own
+    return unit
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -75,7 +75,6 @@ def test_step_by_step_is_train(engine, local):
     assert steps.active_clients(4).tolist() == [True, False, False, False, False, False]
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_gradient_is_that_of_the_mean_loss_of_the_batch(engine):
     """By autograd on the linear model, at another point than the start; nothing moves, and who has no batch gets 0."""
@@ -99,6 +98,7 @@ def test_the_gradient_is_that_of_the_mean_loss_of_the_batch(engine):
     assert not gradients[1][5].any()
 
 
+@pytest.mark.full
 def test_images_are_cropped_and_flipped_as_in_training():
     """Draws of an augmentation depend on the step, which a single gradient knows."""
     federation = build_federation(config.load_study("rotated-digits").data, 0)

@@ -129,7 +129,6 @@ def test_endpoints_of_all_layers_take_batch_normalization(engine):
     assert bool(torch.isfinite(run.params).all())
 
 
-@pytest.mark.full
 def test_tied_layers_train_in_every_engine():
     """One tensor of 36 numbers for two layers; engines agree."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
@@ -147,6 +146,7 @@ def test_tied_layers_train_in_every_engine():
     assert not torch.equal(found[0][0, :16], net[0].weight.detach().flatten())
 
 
+@pytest.mark.full
 def test_functional_dropout_is_the_same_run_as_its_layer():
     class Called(nn.Module):
         def __init__(self) -> None:
