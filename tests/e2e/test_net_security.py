@@ -407,7 +407,9 @@ def test_questions_that_cannot_be_read_are_refused_and_nothing_of_them_is_told(h
     found = ask(honest.people[2], honest.roster.members[0], "Message", body)
     assert (found.parts, found.code) == ([], "forbidden")
     assert "FORGED" not in json.dumps(honest.told)
-    assert all(event.get("peer", "n2") == "n2" for event in honest.told)
+    # A link between honest members may come or go at this moment, as it does on a busy machine.
+    about = [event for event in honest.told if event["event"] not in ("peer_up", "peer_down")]
+    assert all(event.get("peer", "n2") == "n2" for event in about)
 
 
 @pytest.mark.slow
