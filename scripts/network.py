@@ -216,8 +216,8 @@ def paced(found: Results) -> str:
     )
     return (
         f"{first['nodes']} nodes inside one program, mutual TLS, default settings; rounds from number {first['after']} "
-        f"on. With the member that answers at 0.95 of the wait a round takes the others {slowed}, without it {alone}: "
-        "other programs used the same cores, and a range shows how much that changes. "
+        f"on. With the member that answers at 0.95 of the wait a round takes the others {slowed}, without it {alone}. "
+        "Both were run twice, in turn. "
         "The late client is one of a server's.\n\n" + table(head, rows)
     )
 
