@@ -63,6 +63,20 @@ class Torn(InProcess):
         return found if isinstance(found, Missing) else found[:-1]
 
 
+class Open(InProcess):
+    """Stays open when its block is left."""
+
+    def __exit__(self, *error):
+        pass
+
+
+class Nameless(InProcess):
+    """Has a number that Prometheus would refuse."""
+
+    def prometheus_samples(self):
+        return [("turned away", "questions", {}, 1.0)]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "said"),
@@ -71,6 +85,8 @@ class Torn(InProcess):
         (Silent, "who publishes takes part"),
         (Public, "refused:reader is not forbidden"),
         (Torn, "a roster arrives whole"),
+        (Open, "which closes it"),
+        (Nameless, "is a name of Prometheus"),
     ],
 )
 def test_a_transport_that_breaks_the_contract_is_named(kind, said, monkeypatch):

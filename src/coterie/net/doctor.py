@@ -16,7 +16,7 @@ from coterie.engine import device as devices
 from coterie.errors import CoterieError
 from coterie.net import head as heads
 from coterie.net import identity as identities
-from coterie.net import nodefile
+from coterie.net import nodefile, process
 from coterie.net import roster as rosters
 from coterie.net.head import Head
 from coterie.net.identity import Identity
@@ -168,15 +168,11 @@ def open_visitor(patient: Patient, *, insecure: bool = False) -> Iterator[Node]:
         patient: whose node it is.
         insecure: without TLS, on loopback only.
     """
-    from coterie.net.grpc_transport import GrpcTransport
-
     file, own, roster = patient.file, patient.own, patient.roster
     log = Log(own.name, level="error")
     with (
         tempfile.TemporaryDirectory() as folder,
-        GrpcTransport(
-            roster, own.name, None if insecure else own, listen=file.listen or None, log=log
-        ) as transport,
+        process.open_transport(file, roster, own, insecure=insecure, log=log) as transport,
     ):
         # A visitor measures only, so it need not wait as long as a round does.
         terms = replace(file.network.terms, deadline=10.0)

@@ -22,7 +22,9 @@ from coterie.net.keeper import Keeper
 from coterie.net.log import Log, MetricsServer
 from coterie.net.node import Node
 from coterie.net.nodefile import NodeFile
+from coterie.net.roster import Roster
 from coterie.net.status import NetworkStatus
+from coterie.net.transport import Transport
 from coterie.results import stored_runs, summary
 from coterie.runtime import checkpoint
 from coterie.studies import config
@@ -75,6 +77,30 @@ def run_folder(file: NodeFile, name: str) -> Path:
     return file.resolve_path(file.runs) / name / study.name / label / f"seed-{seed}"
 
 
+def open_transport(
+    file: NodeFile, roster: Roster, own: Identity, *, insecure: bool, log: Callable[..., None]
+) -> Transport:
+    """Open the transport of a node: the one place that knows which network library is used.
+
+    Args:
+        file: node.toml.
+        roster: the members.
+        own: this member's identity.
+        insecure: without TLS, on loopback only.
+        log: receives events.
+    """
+    from coterie.net.grpc_transport import GrpcTransport
+
+    return GrpcTransport(
+        roster,
+        own.name,
+        None if insecure else own,
+        listen=file.listen or None,
+        lease=file.network.lease,
+        log=log,
+    )
+
+
 @contextmanager
 def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
     """Create a node from a file, ready to run, and close all its parts at the end.
@@ -86,8 +112,6 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
         file: node.toml.
         insecure: without TLS, on loopback only.
     """
-    from coterie.net.grpc_transport import GrpcTransport
-
     study, _, _ = file.select_run()
     # The name is in the certificate, which is not read yet.
     log = Log("", level=file.log)
@@ -117,14 +141,7 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
             log("insecure", level="warning", text=_GIVEN_UP)
         with defer_signals():  # threads start here: who starts them must come to own them
             transport = stack.enter_context(
-                GrpcTransport(
-                    roster,
-                    own.name,
-                    None if insecure else own,
-                    listen=file.listen or None,
-                    lease=file.network.lease,
-                    log=log,
-                )
+                open_transport(file, roster, own, insecure=insecure, log=log)
             )
         transport.outbox.permit = audit.record_answer
         node = Node(

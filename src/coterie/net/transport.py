@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from coterie.net.log import Sample
 from coterie.net.outbox import NO_LAST, Missing, Outbox
 from coterie.net.payload import Refused
 from coterie.net.roster import Roster
@@ -107,8 +108,20 @@ class Transport(Protocol):
         """Return the members that took part, are not here, and did not say that they leave."""
         ...
 
+    def prometheus_samples(self) -> list[Sample]:
+        """Return numbers for Prometheus: of questions turned away, and the like; it may be empty."""
+        ...
+
     def close(self) -> None:
         """Leave the network. Open questions are answered with "closing"."""
+        ...
+
+    def __enter__(self) -> "Transport":
+        """Return itself: it is open since it was made."""
+        ...
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
         ...
 
 
@@ -255,6 +268,16 @@ class InProcess:
         # One that is back but has published nothing is neither lost nor alive otherwise, and those
         # who stay for it would leave.
         return frozenset(self.hub.lost - self.alive_members())
+
+    def prometheus_samples(self) -> list[Sample]:
+        """Return no numbers: nobody is turned away here."""
+        return []
+
+    def __enter__(self) -> "InProcess":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Leave the hub."""

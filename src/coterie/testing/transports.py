@@ -1,5 +1,7 @@
 """Contract test of transports."""
 
+import math
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -120,10 +122,18 @@ def _check(roster: "Roster", transports: Sequence["Transport"], posts: Sequence[
         assert isinstance(found, Missing), "who leaves answers open questions"
         assert time.monotonic() - began < 15, "at once"
     a.close()  # a second time is no error
+    samples = b.prometheus_samples()
+    for number, (name, _, labels, value) in enumerate(samples):
+        assert re.fullmatch("coterie_[a-z_]+", name), f"{name} is a name of Prometheus"
+        assert (name, labels) not in [(s[0], s[2]) for s in samples[:number]], f"{name} comes once"
+        assert math.isfinite(value), f"{name} is a number"
     for transport in (b, c):
         _await(lambda t=transport: a.name not in t.alive_members(), "who left takes no part")
     found = posts[1].fetch(a.name, Address(1, 0, 0), template, 2.0)
     assert isinstance(found, Missing), "and answers nothing"
+    with b as entered:
+        assert entered is b, "a transport is its own context manager"
+    assert isinstance(c.ask_head(b.name, "1", 2.0), Missing), "which closes it"
 
 
 def _await(condition: Callable[[], bool], what: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from coterie.errors import ConfigError, TransportError
 from coterie.net import fleet, grpc_transport, nodefile, process
+from coterie.net.transport import Hub, InProcess
 from coterie.studies import config
 
 STUDY = """
@@ -78,17 +79,15 @@ def test_a_node_told_to_end_while_its_transport_starts_closes_it(
     """Otherwise the threads that the transport began would keep the process alive for ever."""
     events: list[str] = []
 
-    class Starting:
+    class Starting(InProcess):
         """A transport that is told to end before it is whole."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
+            super().__init__(Hub(), "node-00")
             events.append("threads begin")
             signal.raise_signal(number)
 
-        def __enter__(self) -> "Starting":
-            return self
-
-        def __exit__(self, *_: object) -> None:
+        def close(self) -> None:
             events.append("closed")
 
     monkeypatch.setattr(grpc_transport, "GrpcTransport", Starting)
