@@ -15,7 +15,7 @@ from torch import Tensor
 
 from coterie.errors import require
 
-Metric = Literal["l1", "hilbert"]
+Distance = Literal["l1", "hilbert"]
 Center = Literal["medoid", "mean"]
 Distances = Callable[[Tensor, Tensor], Tensor]
 # Rejection takes at most _BLOCKS blocks of _TRIES proposals a point. The Gibbs chain that then
@@ -202,7 +202,7 @@ def cluster_points(
     count: int,
     stream: np.random.Generator,
     *,
-    metric: Metric = "l1",
+    distance: Distance = "l1",
     center: Center = "medoid",
     restarts: int = 10,
 ) -> tuple[Int[Tensor, " clients"], Float[Tensor, "clusters topics"]]:
@@ -212,7 +212,7 @@ def cluster_points(
         points: points on the simplex.
         count: number of groups ($L$), at most the points.
         stream: the random stream.
-        metric: "l1", or Hilbert's distance.
+        distance: "l1", or Hilbert's distance.
         center: a group's center: the member with the least sum of distances, or the mean.
         restarts: number of runs; the one with the least sum of distances wins.
 
@@ -220,7 +220,7 @@ def cluster_points(
         The group of each point, and the centers.
     """
     require(1 <= count <= len(points), "regions", count, f"between 1 and the {len(points)} clients")
-    distances = {"l1": l1_distances, "hilbert": hilbert_distances}[metric]
+    distances = {"l1": l1_distances, "hilbert": hilbert_distances}[distance]
     best: tuple[float, Tensor, Tensor] | None = None
     for _ in range(restarts):
         centers = _draw_seeds_far_apart(points, count, stream, distances)

@@ -41,7 +41,7 @@ from coterie.methods.peer_table import (
 )
 from coterie.rng import Rng
 
-Metric = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad", "cos_product", "agreement"]
+Similarity = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad", "cos_product", "agreement"]
 _BY_OUTPUTS = ("inv_loss", "agreement")
 """Similarities of what models return for the client's training data; others compare their numbers."""
 
@@ -66,7 +66,7 @@ def pull_and_measure(
     state: State,
     message: Message,
     peers: Int[Tensor, "clients peers"],
-    metric: Metric,
+    kind: Similarity,
     eps: float,
 ) -> MeasuredInbox:
     r"""Pull models and measure them: by the loss of $w_j$ on the client's data, or by a product.
@@ -76,21 +76,21 @@ def pull_and_measure(
         state: state of the hosted clients before the exchange.
         message: their message; with "origin" ($w^0$) where clients start from different models.
         peers: ids of their peers.
-        metric: the similarity.
-        eps: $\varepsilon$ of the inverse metrics.
+        kind: of the similarity.
+        eps: $\varepsilon$ of the inverse loss and distance.
     """
     inbox = rnd.exchange.pull(message, peers)
     mask, arrived = inbox.mask, inbox.mask.sum(1)
     # Slots without a message have loss inf, so that their similarity is 0.
-    if metric == "inv_loss":
+    if kind == "inv_loss":
         value = similarity.invert_cost(rnd.task.score(inbox), eps)
         return MeasuredInbox(inbox, value, {"passes": arrived * rnd.task.count_samples("train")})
-    if metric == "agreement":
+    if kind == "agreement":
         value = rnd.task.measure_agreement(state.params, inbox)
         # The client's own model is run too.
         passes = (arrived + (arrived > 0)) * rnd.task.count_samples("train")
         return MeasuredInbox(inbox, value, {"passes": passes})
-    if metric == "cos_product":
+    if kind == "cos_product":
         slots = rnd.task.sharing.list_compared_slots(rnd.task.layout)
         pairs = adapters.find_pairs(slots, "similarity 'cos_product'")
         value = adapters.cosine_of_products(state.params, inbox.table, inbox.index, mask, pairs)
@@ -104,9 +104,9 @@ def pull_and_measure(
         inbox.index,
         mask,
     )
-    if metric == "inv_l2":
+    if kind == "inv_l2":
         return MeasuredInbox(inbox, similarity.invert_cost(similarity.l2_distances(*pair), eps), {})
-    if metric == "cos_weight":
+    if kind == "cos_weight":
         return MeasuredInbox(inbox, similarity.cosine(*pair), {})
     # The origin is a second model in each message.
     cost = {"extra_models": arrived} if "origin" in message.fields else {}
@@ -137,7 +137,7 @@ def push_and_measure(
     state: State,
     message: Message,
     peers: Int[Tensor, "clients peers"],
-    metric: Metric,
+    kind: Similarity,
     eps: float,
 ) -> MeasuredInbox:
     r"""Let the peers measure: $\ell(w_i; D_j)$, answered by $j$. Three exchanges.
@@ -152,7 +152,7 @@ def push_and_measure(
         state: state of the hosted clients before the exchange.
         message: their message.
         peers: ids of the peers they ask.
-        metric: "inv_loss", the only similarity that peers can measure.
+        kind: "inv_loss", the only similarity that peers can measure.
         eps: $\varepsilon$ of the inverse loss.
     """
     ids, count = rnd.ids, peers.shape[1]
@@ -409,7 +409,7 @@ class Dac(PeerMethod):
     )
     num_peers: PositiveInt = 5
     tau: NonNegativeFloat = 30.0
-    similarity: Metric = "inv_loss"
+    similarity: Similarity = "inv_loss"
     aggregation: Literal["fedavg", "fedsim"] | Aggregation = "fedavg"
     two_hop: bool = True
     loss_direction: Literal["pull", "push"] = "pull"

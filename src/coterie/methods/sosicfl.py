@@ -235,7 +235,9 @@ class SimplexMethod(OneModel):
         self, mixtures: Float[Tensor, "population topics"], stream: np.random.Generator
     ) -> tuple[Int[Tensor, " population"], Float[Tensor, "regions topics"]]:
         """Group clients by mixtures; return each client's group and the centers of groups."""
-        return simplex.cluster_points(mixtures, self.regions, stream, metric="l1", center="medoid")
+        return simplex.cluster_points(
+            mixtures, self.regions, stream, distance="l1", center="medoid"
+        )
 
     def _place_by_gradients(
         self,

@@ -52,7 +52,7 @@ class PublishedSimplex(SimplexMethod, WithPresets):
     sampler: Literal["exact", "released"] = "exact"
     simplex_bias: bool = True
     topics: Literal["lda", "classes"] = "lda"
-    metric: simplex.Metric = "l1"
+    metric: simplex.Distance = "l1"
     center: simplex.Center = "medoid"
     endpoint_start: Literal["xavier", "model"] = "xavier"
 
@@ -81,7 +81,7 @@ class PublishedSimplex(SimplexMethod, WithPresets):
         self, mixtures: Float[Tensor, "population topics"], stream: np.random.Generator
     ) -> tuple[Int[Tensor, " population"], Float[Tensor, "regions topics"]]:
         return simplex.cluster_points(
-            mixtures, self.regions, stream, metric=self.metric, center=self.center
+            mixtures, self.regions, stream, distance=self.metric, center=self.center
         )
 
     def _radius_scale(self, centers: Float[Tensor, "regions topics"]) -> float | Tensor:

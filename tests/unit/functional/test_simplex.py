@@ -140,7 +140,7 @@ def test_separated_points_are_grouped(metric: str, center: str):
     corners = torch.eye(3, dtype=torch.float64) * 0.7 + 0.1
     noise = torch.from_numpy(stream().dirichlet(np.ones(3) * 5, 15))
     points = 0.9 * corners[torch.arange(15) % 3] + 0.1 * noise
-    label, centers = simplex.cluster_points(points, 3, stream(), metric=metric, center=center)  # type: ignore[arg-type]
+    label, centers = simplex.cluster_points(points, 3, stream(), distance=metric, center=center)  # type: ignore[arg-type]
     truth = torch.arange(15) % 3
     assert torch.equal(label[:, None] == label, truth[:, None] == truth)
     if center == "medoid":
