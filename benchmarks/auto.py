@@ -2,11 +2,11 @@
 
     python benchmarks/auto.py --out docs/reference/runs/performance/auto.json
 
-Ten clients train for one epoch with each engine, in one thread, in turn; the fastest of three
-counts.
+Clients train for one epoch with each engine, in one thread, in turn; the fastest of three counts.
 """
 
 import argparse
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from coterie._util.origin import write_results
-from coterie.engine._choice import count_products, is_batching_worthwhile
+from coterie.engine._choice import count_products, explain_one_by_one
 from coterie.engine.task import LocalTraining
 from coterie.models.layout import ModelSource, resolve_model
 from coterie.models.simplex_layers import simplex_head
@@ -22,7 +22,7 @@ from coterie.rng import Rng
 from coterie.testing import tiny_federation
 from coterie.testing.tiny import build_task
 
-CLIENTS, REPEATS = 10, 3
+CLIENTS, REPEATS = (4, 8, 16, 32), 3
 CELLS: dict[str, tuple[tuple[int, ...], int]] = {
     "linear": ((64,), 100),
     "mlp-c": ((1, 28, 28), 100),
@@ -41,12 +41,12 @@ def network(name: str, features: tuple[int, ...]) -> ModelSource:
     )
 
 
-def cell(name: str, batch_size: int) -> dict[str, Any]:
+def cell(name: str, batch_size: int, clients: int) -> dict[str, Any]:
     """Time the two engines."""
     features, samples = CELLS[name]
     data = tiny_federation(
-        CLIENTS, 2, train=samples, validation=2, features=features, classes=10
-    ).host(range(CLIENTS))
+        clients, 2, train=samples, validation=2, features=features, classes=10
+    ).host(range(clients))
     local, best, tasks = LocalTraining(batch_size=batch_size), {}, {}
     for engine in ("loop", "vmap"):
         tasks[engine] = build_task(data, network(name, features), engine=engine)
@@ -57,15 +57,18 @@ def cell(name: str, batch_size: int) -> dict[str, Any]:
             task.train(start[engine], Rng(0).at_round(0), local)
             best[engine] = min(best.get(engine, float("inf")), time.perf_counter() - began)
     layout, x = tasks["loop"].layout, torch.zeros(2, *features)
+    products = count_products(layout, x)
+    one_by_one = explain_one_by_one(products, batch_size, clients)
     return {
         "model": name,
         "inputs": "x".join(map(str, features)),
         "batch": batch_size,
-        "products a sample": count_products(layout, x),
-        "ms a client, loop": 1000 * best["loop"] / CLIENTS,
-        "ms a client, vmap": 1000 * best["vmap"] / CLIENTS,
+        "clients": clients,
+        "products a sample": products,
+        "ms a client, loop": 1000 * best["loop"] / clients,
+        "ms a client, vmap": 1000 * best["vmap"] / clients,
         "vmap over loop": best["vmap"] / best["loop"],
-        "auto takes": "vmap" if is_batching_worthwhile(layout, x, batch_size) else "loop",
+        "auto takes": "loop" if one_by_one else "vmap",
     }
 
 
@@ -75,7 +78,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [cell(name, batch_size) for name in CELLS for batch_size in (8, 50)]
+    rows = [cell(*one) for one in itertools.product(CELLS, (8, 50), CLIENTS)]
     write_results(options.out, rows, ("engine", "models"), vars(options), order=50)
 
 

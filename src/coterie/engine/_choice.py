@@ -2,6 +2,8 @@
 
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,8 @@ _NO_BATCHING_RULE = re.compile(r"not yet implemented the batching rule for ([\w:
 
 # products of a client's batch above which a CPU is faster with one client after another
 _MAX_BATCH_PRODUCTS = 500_000
+# clients of a round below which it is so too: a batched program takes as long for one as for eight
+_FEW_CLIENTS = 16
 
 
 def count_products(layout: Layout, x: Tensor) -> int:
@@ -150,23 +154,28 @@ class CompilingForecast:
         return self.saving > self.cost
 
 
-def is_batching_worthwhile(layout: Layout, x: Tensor, batch_size: int | None) -> bool:
-    """Return whether a batched program is expected to be faster than one client at a time.
+def explain_one_by_one(
+    products: int, batch_size: int | None = None, clients: int | None = None
+) -> str | None:
+    """Return why one client after another is expected to be faster on a CPU than many at once.
 
     With small products a CPU waits for the interpreter, and a batched program shares that cost
-    between clients; large products are faster one by one. `benchmarks/auto.py` measures the
-    threshold.
+    between clients, if they are several; large products are faster one by one. `benchmarks/auto.py`
+    measures the thresholds.
 
     Args:
-        layout: of the module.
-        x: a small batch of prepared inputs.
+        products: multiplications in the forward pass of a sample; see `count_products`.
         batch_size: samples of a client's step; None for unknown.
+        clients: that train in a round; None for unknown.
+
+    Returns:
+        The reason; None where a batched program is expected to be faster.
     """
-    return (
-        x.device.type != "cpu"
-        or batch_size is None
-        or batch_size * count_products(layout, x) <= _MAX_BATCH_PRODUCTS
-    )
+    if batch_size is not None and batch_size * products > _MAX_BATCH_PRODUCTS:
+        return "the products of a batch are too large for many clients at once"
+    if clients is not None and clients < _FEW_CLIENTS:
+        return f"{clients} clients in a round are too few for many at once"
+    return None
 
 
 def make_engine(
@@ -178,6 +187,7 @@ def make_engine(
     expected: float | None = None,
     *,
     batch_size: int | None = None,
+    clients: int | None = None,
     precision: str = "full",
     cuda_graphs: bool = False,
     custom_optimizer: str | None = None,
@@ -195,6 +205,7 @@ def make_engine(
             few.
         batch_size: samples of a client's step; "auto" batches clients only where that is expected
             to be faster.
+        clients: that train in a round, of the whole population.
         precision: see `engine.precision.product_precision`.
         cuda_graphs: see `VmapEngine`.
         custom_optimizer: the import path of an optimizer that only the loop engine runs; None for
@@ -248,18 +259,21 @@ def make_engine(
         why = f"the optimizer {custom_optimizer} has no faster program here"
         return _set_reason(loop, name, why)
     against = []  # what speaks against a faster engine
+    on_cpu = x.device.type == "cpu"
+    products = 0
+    if on_cpu and name != "vmap":
+        products = count_products(layout, x)
+    one_by_one = explain_one_by_one(products, batch_size, clients) if on_cpu else None
     if name in ("auto", "compiled"):
         unfit = None
-        if name == "auto":
-            unfit = None
-            if not portable:
-                unfit = _why_not_compile(layout, x, expected, batch_size, precision)
+        if name == "auto" and not portable:
+            unfit = _why_not_compile(x.device, products, expected, batch_size, precision)
         if unfit is None:
             try:
                 traces = None
                 if name == "auto" and not portable:
                     traces = trace_module(layout, objective, x, y)
-                    unfit = _find_too_little_work(layout, x, traces, expected, batch_size)
+                    unfit = _find_too_little_work(traces, products, expected, batch_size)
                 if unfit is None:
                     return _set_reason(
                         CompiledEngine(layout, objective, x, y, traces, portable), name
@@ -273,12 +287,11 @@ def make_engine(
                 # A compiler can be installed, so its absence is worth a warning. A module that
                 # cannot be traced is usual, and a warning only where a program was asked for.
                 if name == "compiled" or isinstance(error, CompilerError):
-                    other = "vmap" if is_batching_worthwhile(layout, x, batch_size) else "loop"
+                    other = "loop" if one_by_one else "vmap"
                     warnings.warn(f"the {other} engine is used: {unfit}", stacklevel=3)
         against.append(unfit)
-    if name != "vmap" and not is_batching_worthwhile(layout, x, batch_size):
-        against.append("the products of a batch are too large for many clients at once")
-        return _set_reason(loop, name, *against)
+    if name != "vmap" and one_by_one:
+        return _set_reason(loop, name, *against, one_by_one)
     engine = VmapEngine(layout, objective, precision, cuda_graphs)
     # vmap warns where an operation has no batching rule: it then loops over clients, and the loop
     # engine is the better choice. All other warnings are passed on below.
@@ -314,16 +327,20 @@ def _set_reason(engine: Engine, requested: str, *against: str) -> Engine:
 
 
 def _why_not_compile(
-    layout: Layout, x: Tensor, expected: float | None, batch_size: int | None, precision: str
+    device: torch.device,
+    products: int,
+    expected: float | None,
+    batch_size: int | None,
+    precision: str,
 ) -> str | None:
     """Return why "auto" does not compile a module, if its graphs need not be recorded to know."""
-    if x.device.type != "cpu":
+    if device.type != "cpu":
         return "native programs run on a CPU"
     if precision != "full":
         return "native programs compute in full precision"
     if expected is None or expected < _FEW:
         return "too little work to compile"
-    share = CompilingForecast.bound_share(count_products(layout, x), expected, batch_size)
+    share = CompilingForecast.bound_share(products, expected, batch_size)
     if share is None:
         return None
     return (
@@ -333,12 +350,10 @@ def _why_not_compile(
 
 
 def _find_too_little_work(
-    layout: Layout, x: Tensor, traces: Traces, expected: float | None, batch_size: int | None
+    traces: Traces, products: int, expected: float | None, batch_size: int | None
 ) -> str | None:
     """Return what compiling would cost and save, if that is less; see `CompilingForecast`."""
-    found = CompilingForecast.predict(
-        traces, count_products(layout, x), expected or 0.0, batch_size
-    )
+    found = CompilingForecast.predict(traces, products, expected or 0.0, batch_size)
     if found.is_worthwhile:
         return None
     return (
@@ -363,22 +378,23 @@ def _make_loop_engine(
 
 def _find_failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception] | None:
     """Try an engine on equal clients; return the layer at which it failed and the error."""
+    error = _try_engine(engine, x, y)
+    if error is None:
+        return None
+    # Once more, to name the layer: hooks take longer than the trial of a small module, which
+    # usually passes.
+    with warnings.catch_warnings(), _follow_layers(engine) as trail:
+        warnings.simplefilter("ignore")  # given in the first trial
+        error = _try_engine(engine, x, y) or error
+    return trail[-1], error
+
+
+def _try_engine(engine: Engine, x: Tensor, y: Tensor) -> Exception | None:
+    """Return why an engine fails on equal clients; None when it does not."""
     layout = engine.layout
     clients = 1 if engine.runs_one_by_one(x.device) else 2
     rows = torch.cat([layout.own_values()[None]] * clients)
     inputs = layout.zero_inputs(clients)
-    # The names of the layers that are running: one that fails stays at the end, as its second hook
-    # is not called. An error outside of all layers is the module's own.
-    trail = [type(layout.train_module).__name__]
-    handles = []
-    for module in engine.modules:
-        for path, part in module.named_modules():
-            name = f"{type(part).__name__} {path!r}" if path else type(part).__name__
-            handles.append(
-                part.register_forward_pre_hook(lambda _m, _a, name=name: trail.append(name))
-            )
-            # What a hook returns would replace the layer's output: `and None` returns nothing.
-            handles.append(part.register_forward_hook(lambda _m, _a, _o: trail.pop() and None))
     batches, targets = torch.stack([x] * clients), torch.stack([y] * clients)
     try:
         # a foreign module must not draw from anybody's stream
@@ -388,11 +404,32 @@ def _find_failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception]
     except MODULE_ERRORS as error:
         if OutOfMemory.matches(error):  # of the machine at this moment, not of the module
             raise
-        return trail[-1], error
+        return error
+    return None
+
+
+@contextmanager
+def _follow_layers(engine: Engine) -> Iterator[list[str]]:
+    """Give the names of the layers of an engine's modules that are running, the innermost last.
+
+    One that fails stays at the end, as its second hook is not called. An error outside of all
+    layers is the module's own, whose name is the first.
+    """
+    trail = [type(engine.layout.train_module).__name__]
+    handles = []
+    for module in engine.modules:
+        for path, part in module.named_modules():
+            name = f"{type(part).__name__} {path!r}" if path else type(part).__name__
+            handles.append(
+                part.register_forward_pre_hook(lambda _m, _a, name=name: trail.append(name))
+            )
+            # What a hook returns would replace the layer's output: `and None` returns nothing.
+            handles.append(part.register_forward_hook(lambda _m, _a, _o: trail.pop() and None))
+    try:
+        yield trail
     finally:
         for handle in handles:
             handle.remove()
-    return None
 
 
 def default_block(layout: Layout, device: str) -> int:

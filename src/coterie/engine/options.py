@@ -13,6 +13,7 @@ from coterie.engine.precision import check_portable, check_precision
 from coterie.errors import require
 from coterie.functional.losses import Loss
 from coterie.functional.metrics import Metric
+from coterie.functional.selection import cohort_size
 from coterie.models.layout import BUFFER_POLICIES, Layout, ModelSource
 from coterie.models.pretrained import AdapterConfig
 
@@ -111,17 +112,23 @@ class Workload:
         train_samples: samples that all clients train on in the whole run, or in all runs of a plan;
             None for a few.
         batch_size: samples of a client's step; None for unknown.
+        clients: that train in a round, in all processes; None for unknown.
         custom_optimizer: `LocalTraining.custom_optimizer`, which only the loop engine runs.
     """
 
     rounds: int | None = None
     train_samples: float | None = None
     batch_size: int | None = None
+    clients: int | None = None
     custom_optimizer: str | None = None
 
     @staticmethod
     def of_run(
-        local: LocalTraining, rounds: int, federation: Federation, runs: int = 1
+        local: LocalTraining,
+        rounds: int,
+        federation: Federation,
+        participation: float = 1.0,
+        runs: int = 1,
     ) -> "Workload":
         """Return the work of a run with all clients of a federation, the warm-up included.
 
@@ -129,6 +136,7 @@ class Workload:
             local: how clients train.
             rounds: of the run.
             federation: the clients.
+            participation: share of the population that trains in a round, or how many above 1.
             runs: of the plan that share the model: what is built for one serves all.
         """
         if local.steps is None:
@@ -138,4 +146,5 @@ class Workload:
             samples = local.steps * local.batch_size * len(federation)
         # One training more than rounds: the warm-up before the first exchange.
         total = samples * (rounds + 1) * runs
-        return Workload(rounds, total, local.batch_size, local.custom_optimizer)
+        clients = cohort_size(federation.population, participation)
+        return Workload(rounds, total, local.batch_size, clients, local.custom_optimizer)

@@ -123,6 +123,7 @@ class Task:
             y,
             work.train_samples,
             batch_size=work.batch_size,
+            clients=work.clients,
             precision=options.precision,
             cuda_graphs=options.cuda_graphs,
             custom_optimizer=work.custom_optimizer,

@@ -84,7 +84,7 @@ def make_task(
         cuda_graphs=settings.cuda_graphs,
         portable=settings.portable,
     )
-    work = Workload.of_run(local, settings.rounds, federation, plan_runs)
+    work = Workload.of_run(local, settings.rounds, federation, settings.participation, plan_runs)
     build = partial(Task.build, model=spec, options=options, workload=work, secret=secret)
     pooled = None
     # The pooled clients are one more task of the same model.

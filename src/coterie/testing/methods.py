@@ -24,6 +24,7 @@ from coterie.exchange.base import Exchange, Inbox, Message
 from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
 from coterie.exchange.mailbox import Mailbox, PostOffice
+from coterie.functional.selection import cohort_size
 from coterie.methods.base import Method, PeerMethod, State, map_tensors
 from coterie.models.layout import ModelSource, find_adapter, find_output_name, resolve_model
 from coterie.rng import EVERYONE, Rng
@@ -117,7 +118,12 @@ class _RunFactory:
             adapter=find_adapter(self.model),
         )
         options = EngineOptions(engine=settings.engine, dtype=DTYPES[settings.dtype])
-        work = Workload(settings.rounds, custom_optimizer=settings.local.custom_optimizer)
+        work = Workload(
+            settings.rounds,
+            # The cohort of a run: "auto" chooses by it, and a task is compared with a run.
+            clients=cohort_size(self.federation.population, settings.participation),
+            custom_optimizer=settings.local.custom_optimizer,
+        )
         return Task.build(federation, spec, options, workload=work, **more)
 
     def make_loop(

@@ -277,21 +277,25 @@ class Decides(nn.Linear):
 
 @pytest.mark.option("Settings.engine", "auto", "loop", "vmap", "compiled")
 def test_a_run_trains_with_the_engine_that_it_names():
-    """Left alone, a long run takes "compiled" and a short one "vmap"; what decides by its input runs in the loop."""
+    """Left alone, a long run takes "compiled", and a short one "vmap", or "loop" with few clients.
+
+    What decides by its input runs in the loop.
+    """
     for name in ("loop", "vmap", "compiled"):
         for rounds in (1, 10**6):
             settings = Settings(engine=name, rounds=rounds)
             assert make_task(tiny_federation(), Local(), "linear", settings).engine.name == name
-    for rounds, name in ((1, "vmap"), (10**6, "compiled")):
+    for rounds, name in ((1, "loop"), (10**6, "compiled")):
         assert (
             make_task(tiny_federation(), Local(), "linear", Settings(rounds=rounds)).engine.name
             == name
         )
+    many = tiny_federation(16)
+    assert make_task(many, Local(), "linear", Settings(rounds=1)).engine.name == "vmap"
+    few_a_round = Settings(rounds=1, participation=0.5)
+    assert make_task(many, Local(), "linear", few_a_round).engine.name == "loop"
     with pytest.warns(UserWarning, match="the loop engine is used: Decides"):
-        assert (
-            make_task(tiny_federation(), Local(), lambda: Decides(4, 3), Settings()).engine.name
-            == "loop"
-        )
+        assert make_task(many, Local(), lambda: Decides(4, 3), Settings()).engine.name == "loop"
 
 
 @pytest.mark.parametrize(("warmup", "samples"), [(None, 12), (0, 0), (2, 24)])

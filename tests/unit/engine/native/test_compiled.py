@@ -482,6 +482,22 @@ def test_auto_batches_clients_where_their_products_are_small(batch_size, name):
         )
 
 
+def test_auto_batches_clients_where_there_are_some():
+    """A batched program takes as long for eight clients as for one: sixteen in a round are the least."""
+    layout = Layout(nn.Linear(7, 3))
+    x, y = torch.zeros(2, 7), torch.tensor([0, 1])
+
+    def reason(clients, name="auto"):
+        options = {"batch_size": 8, "clients": clients}
+        return engines.make_engine(name, layout, cross_entropy, x, y, **options).reason
+
+    vmap, loop = "vmap, many clients at once: ", "loop, one client after another: "
+    little = "too little work to compile"
+    assert reason(16) == vmap + little
+    assert reason(15) == f"{loop}{little}; 15 clients in a round are too few for many at once"
+    assert reason(1, "vmap") == vmap + "as set"
+
+
 def test_a_run_that_is_resumed_goes_on_with_the_engine_it_began_with(tmp_path):
     federation = tiny_federation()
     method = METHODS["local"]()

@@ -100,7 +100,7 @@ def test_portable_needs_the_compiled_engine_and_kernels_for_avx2(
         make = lambda: model(4, 3)  # noqa: E731
         return simulate(tiny_federation(), METHODS["local"](), model=make, settings=wanted).engine
 
-    assert run(portable=False).startswith("vmap")
+    assert run(portable=False).startswith("loop")
     assert run(portable=True).startswith("compiled")
     with pytest.raises(ConfigError, match="takes the compiled engine; found engine = 'loop'"):
         run(portable=True, engine="loop")
