@@ -115,7 +115,9 @@ def test_a_single_run_shows_its_rounds_and_what_compiling_would_gain(frames):
     head, now, engine = frames[-1][0].splitlines()
     assert head == "3 of 3 rounds"
     assert now.startswith("fedavg, seed 0: round 3/3, val. acc. ")
-    assert engine == "engine: vmap, many clients at once: too little work to compile"
+    few = "6 clients in a round are too few for many at once"
+    loop = "engine: loop, one client after another: too little work to compile"
+    assert engine == f"{loop}; {few}"
     frames.clear()
     watched = []
     observed = Settings(rounds=1)

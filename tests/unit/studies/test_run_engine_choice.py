@@ -54,7 +54,8 @@ def test_a_plan_is_compiled_where_one_of_its_runs_is_not(tmp_path: Path) -> None
     settings = Settings(rounds=3, warmup_epochs=0, local=local)
     alone = simulate(tiny_federation(), FedAvg(), model="linear", settings=settings)
     gain = "too little work to compile, which takes about 2.5 s and would save 1 s"
-    assert alone.engine == f"vmap, many clients at once: {gain}"
+    few = "6 clients in a round are too few for many at once"
+    assert alone.engine == f"loop, one client after another: {gain}; {few}"
     assert f"engine {alone.engine}" in " ".join(str(alone).split())
     found = do_study(tmp_path)
     assert len(found) == 4
@@ -68,7 +69,7 @@ def test_a_plan_is_compiled_where_one_of_its_runs_is_not(tmp_path: Path) -> None
 @pytest.mark.full
 def test_added_seeds_take_the_engine_of_the_others(tmp_path: Path) -> None:
     few = do_study(tmp_path, "seeds=[0]")
-    assert {one["name"] for one in few.values()} == {"vmap"}
+    assert {one["name"] for one in few.values()} == {"loop"}
     more = do_study(tmp_path, "seeds=[0,1,2]")
     assert len(more) == 6
-    assert {one["name"] for one in more.values()} == {"vmap"}
+    assert {one["name"] for one in more.values()} == {"loop"}
