@@ -58,7 +58,7 @@ def test_runs_of_another_study_are_taken_and_the_rest_is_run(out):
     """Of the second study's six runs four are there: they are not run, and have the bytes of runs."""
     second, trained, found = run(out, "name=second", "seeds=[0, 1, 2]")
     assert trained == {("random", 2), ("local", 2)}
-    said = f"4 of 6 runs are there (4 taken from {out / 'first'}, trained by vmap)"
+    said = f"4 of 6 runs are there (4 taken from {out / 'first'}, trained by loop)"
     assert [str(one) for one in found] == [said]
     alone, _, _ = run(out / "elsewhere", "name=second", "seeds=[0, 1, 2]")
     for label in ("random", "local"):
