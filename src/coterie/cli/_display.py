@@ -94,7 +94,7 @@ def _announce_start(console: Console, observer: RunObserver) -> Observer:
         # A study can use several engines: its methods differ in their models.
         if isinstance(step, Step) and step.engine and step.engine not in announced:
             announced.add(step.engine)
-            console.print(f"engine: {step.engine}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"engine: {step.engine}", highlight=False, markup=False)
         observer(step)
 
     return observe
