@@ -194,6 +194,7 @@ TABLES: dict[tuple[str, str], Draw] = {
     ("Settings", "validate_every"): _pick(1, 2, 3),
     ("Settings", "metrics"): _draw_metrics,
     ("Settings", "acceptance"): lambda stream: draw_some(Acceptance, stream, 2.0) or True,
+    ("Settings", "secure_aggregation"): _pick(True, {"threshold": 0.51}, {"min_clients": 4}),
     ("Settings", "attacks"): _draw_attacks,
     ("Settings", "time"): _draw_time,
     ("Settings", "checkpoint_seconds"): _pick(0, 30),

@@ -11,17 +11,20 @@ Rows of parameters are where the task's models are; ids, masks, weights and othe
 on the CPU.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Annotated, Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
+from annotated_types import Ge, Gt, Le
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from coterie._util import pages
 from coterie._util.finite import not_finite
+from coterie._util.settings import Configurable
 from coterie._util.tensors import index_each, index_optional
 from coterie.errors import ExchangeError
 from coterie.models.part import ParameterSharing
@@ -52,6 +55,32 @@ class ReplyForm:
 
 
 @dataclass(frozen=True)
+class SecureAggregation(Configurable):
+    """How a server that averages gets a sum of masked models, and no single one.
+
+    Args:
+        threshold: more than this share of a round's clients must take part to the end. It must be
+            above 1/2. Against a server that lies about who left, with `c` of `m` clients on its
+            side, it must be at least (1 + c/m) / 2: the default holds up to a third.
+        min_clients: fewer clients are never summed.
+    """
+
+    threshold: Annotated[float, Gt(0.5), Le(1)] = 2 / 3
+    min_clients: Annotated[int, Ge(3)] = 3
+
+    def smallest_sum(self, cohort: int) -> int:
+        """Return how many clients of a cohort must take part to the end.
+
+        Example:
+            >>> [SecureAggregation().smallest_sum(cohort) for cohort in (2, 3, 4, 6, 100)]
+            [3, 3, 3, 5, 67]
+        """
+        # Rounded first: 2/3 of 3 is 2, whatever the last bit says.
+        share = min(cohort, math.floor(round(self.threshold * cohort, 9)) + 1)
+        return max(self.min_clients, share)
+
+
+@dataclass(frozen=True)
 class Message:
     """The messages of the hosted clients in one exchange of a round.
 
@@ -60,12 +89,15 @@ class Message:
         fields: named extras, one row per client (samples, similarity vectors, loss traces).
         ids: the clients' ids; set by the exchange.
         expects: the form of a server's answer to it; None where the method does not fix one.
+        sum_only: the terms under which the server may learn the weighted mean of the models and no
+            single one; None where it sees each.
     """
 
     params: Float[Tensor, "clients params"]
     fields: Mapping[str, Shaped[Tensor, "clients ..."]] = field(default_factory=dict)
     ids: Int[Tensor, " clients"] | None = None
     expects: ReplyForm | None = None
+    sum_only: SecureAggregation | None = None
 
     def __len__(self) -> int:
         return len(self.params)

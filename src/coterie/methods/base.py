@@ -25,7 +25,7 @@ from coterie.engine.stepwise import StepwiseTraining
 from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.accepting import Acceptance, AcceptingExchange
-from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing
+from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing, SecureAggregation
 from coterie.functional import aggregation, metrics, robust, selection
 from coterie.functional.metrics import Metric
 from coterie.functional.robust import Aggregation
@@ -188,6 +188,8 @@ class Round:
         record_similarities: whether the settings ask to report similarities and probabilities of
             draws.
         acceptance: the rules by which a server judges what came back; None where it believes it.
+        sum_only: the terms under which a server gets the weighted mean of the models alone; None
+            where it sees each.
         note_refused: called where the server role is with the clients whose message it left out,
             and why.
     """
@@ -202,6 +204,7 @@ class Round:
     metrics: frozenset[str] = frozenset()
     record_similarities: bool = False
     acceptance: Acceptance | None = None
+    sum_only: SecureAggregation | None = None
     note_refused: Callable[[Mapping[int, str]], None] = lambda refused: None
 
     def train(
@@ -340,6 +343,14 @@ class Method(Configurable, ABC):
         that was computed from the data, and choices made by it that show in what is sent later.
         """
         return ""
+
+    @property
+    def needs_single_models(self) -> str:
+        """Say why a weighted mean of models is not enough for the server; "" where it is.
+
+        It is the reason for which `secure_aggregation` is refused.
+        """
+        return "it has no server that averages"
 
     @property
     def remembered_members(self) -> int | None:

@@ -78,6 +78,11 @@ class Cfl(ServerMethod):
     aggregation: Aggregation | None = None
 
     @property
+    def needs_single_models(self) -> str:
+        """See `Method.needs_single_models`."""
+        return "its server splits clusters by the updates of single clients"
+
+    @property
     def averaging(self) -> Averaging:
         """By samples, or by a rule."""
         return Averaging(rule=self.aggregation)

@@ -25,6 +25,17 @@ class OneModel(ServerMethod):
             shared, message, everybody, context.min_updates, context
         )
 
+    @property
+    def needs_single_models(self) -> str:
+        """Say "": it needs the mean; or why a rule of aggregation, or a subclass, needs more."""
+        if (rule := self.averaging.rule) is not None:
+            return f"aggregation = {rule!r} merges single models"
+        # A subclass that sends more, or aggregates otherwise, is not known to need the mean alone.
+        hooks = ("aggregate", "publish", "send_models", "round")
+        if any(getattr(type(self), hook) is not getattr(OneModel, hook) for hook in hooks):
+            return super().needs_single_models
+        return ""
+
 
 @final
 @dataclass(frozen=True)

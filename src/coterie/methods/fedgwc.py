@@ -112,6 +112,11 @@ class FedGwc(ServerMethod):
     aggregation: Aggregation | None = None
 
     @property
+    def needs_single_models(self) -> str:
+        """See `Method.needs_single_models`."""
+        return "its server compares the losses of single clients"
+
+    @property
     def averaging(self) -> Averaging:
         """That of the aggregator."""
         if self.aggregator == "fedavgm":

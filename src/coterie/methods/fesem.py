@@ -66,6 +66,11 @@ class FeSem(ServerMethod):
     aggregation: Aggregation | None = None
 
     @property
+    def needs_single_models(self) -> str:
+        """See `Method.needs_single_models`."""
+        return "its server puts each client into the cluster whose model is nearest"
+
+    @property
     def averaging(self) -> Averaging:
         """Uniform or by samples."""
         return Averaging(self.weights, rule=self.aggregation)

@@ -90,6 +90,11 @@ class Ifca(ServerMethod):
     aggregation: Aggregation | None = None
 
     @property
+    def needs_single_models(self) -> str:
+        """See `Method.needs_single_models`."""
+        return "its server averages the groups that single clients chose"
+
+    @property
     def averaging(self) -> Averaging:
         """By samples, or uniform where updates are summed; or by a rule."""
         weights: Weights = "samples" if self.averaging_of == "models" else "uniform"
@@ -202,7 +207,7 @@ class Ifca(ServerMethod):
             "label": label,
             "passes": passes,
             **refused,
-            **traffic_report(rnd.task.sharing, offer, request, message),
+            **traffic_report(rnd, offer, request, message),
             **self.compute_extra_metrics(rnd, start, new.params, shared),
         }
 

@@ -45,6 +45,11 @@ class OneShot(ServerMethod):
     aggregation: Aggregation | None = None
 
     @property
+    def needs_single_models(self) -> str:
+        """See `Method.needs_single_models`."""
+        return "its server groups single models by k-means"
+
+    @property
     def averaging(self) -> Averaging:
         """By samples, or by a rule."""
         return Averaging(rule=self.aggregation)

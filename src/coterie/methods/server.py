@@ -19,9 +19,17 @@ from torch import Tensor
 
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
-from coterie.exchange import validity
+from coterie.exchange import secure_sum, validity
 from coterie.exchange.accepting import Acceptance
-from coterie.exchange.base import Inbox, Message, Reply, ReplyForm, find_gather
+from coterie.exchange.base import (
+    SAMPLES,
+    Inbox,
+    Message,
+    Reply,
+    ReplyForm,
+    SecureAggregation,
+    find_gather,
+)
 from coterie.exchange.narrowed import narrow_message
 from coterie.functional import aggregation, metrics, robust
 from coterie.functional.metrics import Metric
@@ -54,6 +62,7 @@ class ServerContext:
             when not given.
         evaluating: whether clients ask for models to measure them; otherwise to train them.
         acceptance: the rules by which the server judges what came back; None where it believes it.
+        sum_only: the terms under which it gets the weighted mean alone; None where it sees each.
     """
 
     index: int
@@ -64,6 +73,7 @@ class ServerContext:
     part: ParameterSharing = None  # type: ignore[assignment]
     evaluating: bool = False
     acceptance: Acceptance | None = None
+    sum_only: SecureAggregation | None = None
 
     def __post_init__(self) -> None:
         if self.part is None:
@@ -231,6 +241,14 @@ class ServerMethod(Method):
         """How the server averages."""
         return Averaging()
 
+    @property
+    def needs_single_models(self) -> str:
+        """Say why a mean is not enough; methods whose servers make no other use of models say "".
+
+        A subclass that leaves it as it is may use each of them.
+        """
+        return "its server makes use of single models"
+
     # ---------------------------------------------------------------- where the server role is
 
     def reply(self, context: ServerContext, shared: Any, message: Message) -> tuple[Any, Reply]:
@@ -313,6 +331,19 @@ class ServerMethod(Method):
                 )
         return shared, empty_reply(asked)
 
+    def _aggregate_sum(
+        self, refused: dict[int, str], context: ServerContext, shared: Any, message: Message
+    ) -> tuple[Any, Reply]:
+        """Aggregate the weighted mean of the models alone; see `exchange.secure_sum`."""
+        asked = message
+        # Between machines the exchange adds masked models, and the message is their sum already.
+        if secure_sum.SUMMED not in message.fields:
+            assert context.sum_only is not None
+            message, unfit = secure_sum.sum_messages(message, context.sum_only)
+            refused |= unfit
+        # The mean stands for its cohort: it is the one model that there is.
+        return self.aggregate(replace(context, cohort=1), shared, message), empty_reply(asked)
+
     # ---------------------------------------------------------------- where the clients are
 
     def reply_form(self) -> ReplyForm | None:
@@ -351,7 +382,7 @@ class ServerMethod(Method):
         task, taking = rnd.task, int(rnd.reachable.sum())
         context = ServerContext(
             rnd.index, rnd.rng, task.layout, task.population, taking, task.sharing, evaluating,
-            rnd.acceptance,
+            rnd.acceptance, rnd.sum_only,
         )  # fmt: skip
         return rnd.exchange.ask_server(message, partial(rule, context), shared)
 
@@ -364,12 +395,21 @@ class ServerMethod(Method):
         """
         refused: dict[int, str] = {}
         rule = partial(self._aggregate_valid, refused)
+        if message.sum_only is not None:
+            rule = partial(self._aggregate_sum, refused)
         shared, _ = self.ask_server(rnd, rule, message, shared, NO_MODEL)
         if not refused:
             return shared, {}
         rnd.note_refused(refused)
         count = torch.full((len(message),), len(refused), dtype=torch.float64)
         return shared, {metrics.REFUSED.name: count}
+
+    def _limit_to_sum(self, rnd: Round, message: Message) -> Message:
+        """Return a message of which the server gets the weighted mean alone, where that is set."""
+        if rnd.sum_only is None:
+            return message
+        fields = {SAMPLES: self.averaging.client_weights(message)}
+        return replace(message, fields=fields, sum_only=rnd.sum_only)
 
     def init_memory(self, task: Task, rng: Rng) -> Any:
         """Return what clients remember before the first round."""
@@ -426,12 +466,12 @@ class ServerMethod(Method):
         # training.
         received = rnd.task.apply_buffer_policy(state.params, first_models(reply))
         new, info = self.local_update(rnd, replace(state, params=received), reply)
-        message = self.publish(rnd, new, info)
+        message = self._limit_to_sum(rnd, self.publish(rnd, new, info))
         shared, refused = self.send_models(rnd, message, shared)
         return replace(new, shared=shared), {
             **info,
             **refused,
-            **traffic_report(rnd.task.sharing, reply, request, message),
+            **traffic_report(rnd, reply, request, message),
             **self.compute_extra_metrics(rnd, received, new.params, shared),
         }
 
@@ -559,11 +599,18 @@ def gradient_variance_report(
     return found
 
 
-def traffic_report(part: ParameterSharing, offer: Inbox, *messages: Message) -> dict[str, Tensor]:
+def traffic_report(rnd: Round, offer: Inbox, *messages: Message) -> dict[str, Tensor]:
     """Return the bytes each client received and sent, of what is shared."""
-    # Only shared columns and fields travel.
-    sent = sum(narrow_message(part, message).row_bytes for message in messages)
+    sent, received = 0, 0
+    for message in messages:
+        # Only shared columns and fields travel.
+        narrow = narrow_message(rnd.task.sharing, message)
+        if message.sum_only is None:
+            sent += narrow.row_bytes
+        else:
+            up, down = secure_sum.count_bytes(narrow.params.shape[1], int(rnd.reachable.sum()))
+            sent, received = sent + up, received + down
     return {
-        "bytes_down": offer.bytes.sum(1),
+        "bytes_down": offer.bytes.sum(1) + received,
         "bytes_up": torch.full((len(offer.index),), sent, dtype=torch.int64),
     }

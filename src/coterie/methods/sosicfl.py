@@ -93,6 +93,11 @@ class SimplexMethod(OneModel):
     aggregation: Aggregation | None = None
 
     @property
+    def needs_single_models(self) -> str:
+        """See `Method.needs_single_models`."""
+        return "its server groups clients by what each sends of its labels or gradients"
+
+    @property
     def averaging(self) -> Averaging:
         """By samples, or by a rule."""
         return Averaging(rule=self.aggregation)

@@ -37,6 +37,7 @@ from coterie.net.outbox import Missing
 from coterie.net.payload import MAX_HEADER, Refused, Template
 from coterie.net.post import Post, RoundMissed, nan_tensors
 from coterie.net.roster import Roster
+from coterie.net.summing import MaskedSum
 from coterie.net.transport import Delivery
 from coterie.net.wire import Address
 from coterie.rng import Rng
@@ -280,11 +281,12 @@ class RemoteExchange:
             raise ExchangeError(
                 "this method needs a server and the roster names none; set `server` in the roster"
             )
-        started, address = (
-            time.monotonic(),
-            Address(self._rng.round, self._next_number(), -1, "request"),
-        )
-        message = replace(message, ids=self._own.active)
+        started, message = time.monotonic(), replace(message, ids=self._own.active)
+        if message.sum_only is not None:
+            answer = self._ask_for_sum(message, rule, shared)
+            self.post.traffic.seconds += time.monotonic() - started
+            return answer
+        address = Address(self._rng.round, self._next_number(), -1, "request")
         if self.server:
             answer = self._answer_clients(message, rule, shared, address)
         else:
@@ -297,6 +299,16 @@ class RemoteExchange:
             answer = shared, self._fetch_replies(message, address)
         self.post.traffic.seconds += time.monotonic() - started
         return answer
+
+    def _ask_for_sum(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Send masked models, of which the server gets the weighted mean alone."""
+        cohort = torch.arange(self.roster.population) if self._expected is None else self._expected
+        self.is_asking |= bool(set(cohort.tolist()) - set(self.ids.tolist()))
+        one = MaskedSum(
+            self.post, self._rng.round, cohort.tolist(), self._own.active.tolist(),
+            self._next_number, self._lost,
+        )  # fmt: skip
+        return one.run(message, rule, shared)
 
     def _answer_clients(
         self, message: Message, rule: Rule, shared: Any, address: Address

@@ -292,13 +292,9 @@ class GrpcTransport:
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", MAX_QUESTION),
                 ("grpc.max_concurrent_streams", 8 * _CALLS),
-                # The library closes links that ping more often than this: the shortest interval that
-                # `_link_options` asks for must be allowed.
                 ("grpc.http2.min_ping_interval_without_data_ms", 500),
-                # A stranger who opens a connection and says nothing holds it no longer than this.
                 ("grpc.server_handshake_timeout_ms", 10_000),
             ],
-            # The share of every member, and room for callers that are none and are turned away.
             maximum_concurrent_rpcs=_CALLS * (members + 32),
         )
         handlers = {
@@ -857,7 +853,6 @@ class GrpcTransport:
     async def _answer_message(self, question: _Question, context: Any) -> None:
         found, asker = question.fields, question.asker
         address = Address(found["round"], found["exchange"], found["client"], found["kind"])
-        # As in `wire.parse_manifest`: outside of these no message can exist.
         fits = -1 <= address.round < 1 << 31 and 0 <= address.exchange < 1 << 16
         if found["kind"] not in KINDS or not fits or not -1 <= address.client < 1 << 31:
             self._count_refusal("not_allowed", asker, "a message of no such address")

@@ -34,6 +34,7 @@ _OPTIONAL = (
     "output",
     "similarity_on",
     "acceptance",
+    "secure_aggregation",
     "attacks",
     "portable",
     "time",

@@ -306,8 +306,12 @@ class Node:
         """Record what arrived in the journal, for replay, and log it."""
         self._journal_file.append(json.dumps(event).encode())
         details = {k: v for k, v in event.items() if k not in ("event", "round")}
-        grave = details.get("missing") or event["event"] in ("refused", "slow")
-        self.log(str(event["event"]), level="warning" if grave else "debug", **details)
+        level = "debug"
+        if details.get("missing") or event["event"] in ("refused", "slow", "withheld"):
+            level = "warning"
+        if event["event"] == "no_sum":  # nobody's model of this round is in the server's
+            level = "error"
+        self.log(str(event["event"]), level=level, **details)
 
     def round_deadline(self) -> float:
         """Return a deadline: as set, or thrice the others' usual time and two trainings, at least 30 s."""

@@ -228,6 +228,8 @@ def between_machines(method: Method, settings: Settings) -> Settings:
 
     A simulation with these settings gives the results of the nodes.
     """
+    if settings.secure_terms is not None:  # a server that sees a sum has nothing to judge
+        return settings
     # Unset means on between machines, where the method has anything to judge. A server bounds no
     # number of samples then: an honest site may have many times those of the others.
     judging = replace(settings, acceptance={"samples": _UNBOUNDED} if method.server else True)

@@ -157,7 +157,7 @@ class Post:
         self.on_server_wait: Callable[[], None] = lambda: None
         self.ensure_able: Callable[[], None] = lambda: None
         self.server_has_reached: Callable[[int], bool] = lambda round: True
-        self._sign, self._newest, self._counting = sign, dict[str, int](), threading.Lock()
+        self.sign, self._newest, self._counting = sign, dict[str, int](), threading.Lock()
         self.use_roster(roster)
         self._pool = ThreadPoolExecutor(_AT_A_TIME, "coterie-fetch")
         self._closing = threading.Event()
@@ -194,7 +194,7 @@ class Post:
             inc=self.incarnation,
             address=address,
             schema=self.roster.schema,
-            sign=self._sign,
+            sign=self.sign,
             to=to,
             half=half,
             gaps=nan_tensors(tensors, address),
@@ -204,18 +204,22 @@ class Post:
     def publish(self, tensors: Mapping[str, Tensor], address: Address, to: str = "") -> None:
         """Store a message for those who ask, or "withheld" when its values are not finite."""
         try:
-            what: Parcel | Missing = self.seal(tensors, address, to)
+            what = self.seal(tensors, address, to)
         except Refused as refused:  # a diverged model is not sent; the others go on without it
-            what = Missing("withheld", address.round, str(refused))
-            self.journal(
-                {
-                    "event": "withheld",
-                    "round": address.round,
-                    "client": address.client,
-                    "why": str(refused),
-                }
-            )
+            self.withhold(address, str(refused), to)
+            return
         self.transport.publish(address, what, to=to)
+
+    def withhold(self, address: Address, why: str, to: str = "") -> None:
+        """Answer those who ask that this node does not send a message."""
+        self.journal(
+            {"event": "withheld", "round": address.round, "client": address.client, "why": why}
+        )
+        self.transport.publish(address, Missing("withheld", address.round, why), to=to)
+
+    def verify_client(self, client: int, signature: bytes, data: bytes) -> bool:
+        """Return whether a signature is by the member that hosts a client."""
+        return client in self.host_of and self._verify[self.host_of[client]](signature, data)
 
     def serve_probe(self) -> None:
         """Answer probes of the link to this node."""
@@ -396,7 +400,7 @@ class Post:
                     check(found.tensors)
                     return found
                 except Refused as refused:
-                    found = self._record_refusal(refused)
+                    found = self.record_refusal(refused)
             if found.reason in ("absent", "gone", "withheld") and self.server_has_reached(
                 address.round
             ):
@@ -419,7 +423,7 @@ class Post:
                 )
             pause = min(2 * pause, 5.0)
 
-    def _record_refusal(self, refused: Refused) -> Missing:
+    def record_refusal(self, refused: Refused) -> Missing:
         """Count and record an answer of the server that cannot be used."""
         self.traffic.missing[f"refused:{refused.code}"] += 1
         server, text = self.roster.server, str(refused)

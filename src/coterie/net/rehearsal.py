@@ -150,5 +150,5 @@ def rehearse(file: NodeFile, say: Say, *, seconds: float, insecure: bool = False
         while complete and time.monotonic() < until:
             if time.monotonic() - max(transport.last_questions.values(), default=0.0) > _STAY:
                 break
-            time.sleep(0.2)  # fine enough for `_STAY`, which is seconds
+            time.sleep(0.2)
     return fine and complete

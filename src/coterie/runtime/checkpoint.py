@@ -47,6 +47,7 @@ _OPTIONAL = (
     "output",
     "similarity_on",
     "acceptance",
+    "secure_aggregation",
     "attacks",
     "record_similarities",
     "portable",

@@ -291,6 +291,7 @@ class Loop:
             metrics=frozenset(map(str, self.settings.metrics)),
             record_similarities=self.settings.record_similarities,
             acceptance=self.settings.acceptance_rules if self.method.server else None,
+            sum_only=self.settings.secure_terms,
             note_refused=self._note_refused,
         )
         for extension in self.extensions:

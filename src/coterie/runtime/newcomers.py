@@ -178,6 +178,7 @@ class JoinContext:
             reachable=self.reachable,
             local=self.settings.local,
             order=self.order,
+            sum_only=self.settings.secure_terms,
         )
 
     def begin_round(self, index: int, ids: Int[Tensor, " clients"]) -> None:

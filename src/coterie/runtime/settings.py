@@ -22,6 +22,7 @@ from coterie.engine.task import InitMode, LocalTraining
 from coterie.errors import ConfigError, require
 from coterie.exchange.accepting import Acceptance
 from coterie.exchange.attacking import Attack
+from coterie.exchange.base import SecureAggregation
 from coterie.functional.losses import Loss, make_loss, normalize_loss_setting
 from coterie.functional.metrics import (
     GROUPS,
@@ -130,6 +131,10 @@ class Settings(Configurable):
             they merge it: true, or a table of settings of `exchange.accepting.Acceptance`; false
             for not at all. When None, they judge between machines and not in a simulation. What
             cannot be of an honest client is left out by servers in any case.
+        secure_aggregation: let the server of a method that only averages learn the weighted mean of a
+            round's models and no single one: true, or a table of settings of
+            `exchange.base.SecureAggregation`. Models are added in fixed point, within 1e-6 of the
+            plain mean. Methods whose servers look at single models, and `acceptance`, are refused.
         attacks: what some clients do to the others, in simulation only: tables, each with the
             `kind`, the `clients` and the further settings of an `exchange.attacking.Attack`.
             Results are then those of the honest clients.
@@ -171,6 +176,7 @@ class Settings(Configurable):
     metrics: Sequence[str | Callable[..., Any]] = ()
     record_similarities: bool = False
     acceptance: bool | Mapping[str, Any] | None = None
+    secure_aggregation: bool | Mapping[str, Any] | None = None
     attacks: Sequence[Mapping[str, Any]] | None = None
     check: bool = True  # type: ignore[assignment]  # the field, in place of the method
     checkpoint_seconds: NonNegativeFloat = 30.0
@@ -209,6 +215,7 @@ class Settings(Configurable):
         judges = self.acceptance_rules
         if judges is not None:
             object.__setattr__(self, "acceptance", to_plain(judges))
+        self._check_secure_aggregation()
         # None without attacks, so that identities of runs without them stay the same.
         object.__setattr__(self, "attacks", tuple(map(to_plain, self.attack_list)) or None)
         for name in ("acceptance", "attacks"):
@@ -216,6 +223,21 @@ class Settings(Configurable):
             require(fits, name, getattr(self, name), "schedule = 'synchronous' with it")
         fits = self.attacks is None or self.new_clients is None
         require(fits, "attacks", self.attacks, "no new_clients with it")
+
+    def _check_secure_aggregation(self) -> None:
+        """Check what cannot be where a server sees a sum alone."""
+        terms = self.secure_terms
+        # Not set and switched off are one.
+        object.__setattr__(self, "secure_aggregation", None if terms is None else to_plain(terms))
+        if terms is None:
+            return
+        reasons = {
+            "acceptance": "its rules measure single models, which a sum hides",
+            "attacks": "a masked vector may hold anything, and no rule of a simulation bounds it",
+        }
+        for name, reason in reasons.items():
+            if getattr(self, name):
+                raise ConfigError(f"{name} is set; with secure_aggregation it is not: {reason}")
 
     def _check_time(self) -> None:
         """Check the table of virtual time, and what clients with rounds of their own cannot do."""
@@ -279,6 +301,15 @@ class Settings(Configurable):
         if self.acceptance is True:
             return Acceptance()
         return parse_settings(Acceptance, self.acceptance, "acceptance")
+
+    @property
+    def secure_terms(self) -> SecureAggregation | None:
+        """How a server gets a sum of models alone; None where it sees each."""
+        if self.secure_aggregation is None or self.secure_aggregation is False:
+            return None
+        if self.secure_aggregation is True:
+            return SecureAggregation()
+        return parse_settings(SecureAggregation, self.secure_aggregation, "secure_aggregation")
 
     def acceptance_rules_for(self, method: Method) -> Acceptance | None:
         """Return the acceptance rules of a method's clients; None with a server or no exchange."""

@@ -42,6 +42,8 @@ def make_task(
             unknown.
         ModelError: when the module cannot be trained on such data.
     """
+    if settings.secure_terms is not None and (reason := method.needs_single_models):
+        raise ConfigError(f"secure_aggregation is set; {method.kind} cannot have it: {reason}")
     local = settings.local
     # Imports fail here, before anything is written, and with the name of the setting.
     for name, path in custom_functions(method).items():

@@ -21,7 +21,7 @@ from torch import Tensor
 from coterie.data.build import build_federation
 from coterie.data.federation import SPLITS, Federation
 from coterie.engine.privacy import DPSGD
-from coterie.errors import DataError, require
+from coterie.errors import ConfigError, DataError, require
 from coterie.exchange.overheard import OverheardExchange
 from coterie.functional import membership
 from coterie.functional.metrics import EPSILON, REGISTRY, Metrics
@@ -138,6 +138,11 @@ def audit_study(
     network = model if model is not None else study.model.named_model
     for label in [entry.label for entry in study.methods]:
         entry = study.scale_method(label)
+        if entry.settings.secure_terms is not None:
+            raise ConfigError(
+                f"secure_aggregation is set; audit-privacy attacks the models that {label} sends, "
+                "and nobody sees these: leave it out to measure what it hides"
+            )
         own = entry.settings.local
         # First without DP-SGD, then with that of the study or the given one.
         levels = [replace(own, dp=None)]

@@ -53,7 +53,7 @@ class Network:
             sender = next(e for e in self.exchanges if e.name == manifest["peer"])
             manifest, payload = change(manifest, b"".join(chunk for _, chunk in parts))
             text = canonical_json(manifest)
-            again = Parcel(text, sender.post._sign(b"coterie manifest 1\n" + text), payload)
+            again = Parcel(text, sender.post.sign(b"coterie manifest 1\n" + text), payload)
             return [(attachment, bytes(chunk)) for attachment, chunk in again.iterate_chunks()]
 
         self.hub.tamper = tamper

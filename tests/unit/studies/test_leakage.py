@@ -118,6 +118,9 @@ def test_bad_input_is_refused():
     study = make_study([METHODS["local"]()], seeds=1)
     with pytest.raises(ConfigError, match="shadows is 5; expected an even number, 6 or more"):
         next(leakage.audit_study(study, shadows=5))
+    hidden = make_study([METHODS["fedavg"]()], settings=Settings(secure_aggregation=True), seeds=1)
+    with pytest.raises(ConfigError, match="audit-privacy attacks the models that fedavg sends"):
+        next(leakage.audit_study(hidden, federation=noisy(4, 8), model="linear"))
     single = noisy(2, 9)
     split = single.split.clone()
     split[1, 1:9] = -1

@@ -86,10 +86,7 @@ def join_products(trace: Trace) -> Trace:
         nodes.append(Operation("mm", (left, joined[1]), {}, node.outs, node.layer))
         made[id(node)] = nodes
         gone.update(id(inner) for inner in gone_now)
-    result: list[Operation] = []
-    for node in trace.nodes:
-        if id(node) not in gone:
-            result += made.get(id(node), [node])
+    result = [n for node in trace.nodes if id(node) not in gone for n in made.get(id(node), [node])]
     return replace(trace, nodes=result, kinds=kinds)
 
 
