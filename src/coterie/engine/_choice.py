@@ -241,6 +241,7 @@ def make_engine(
         shape = tuple(x.shape[1:])
         raise ModelError(
             f"the module cannot be trained on inputs of shape {shape}: {layer}: {error}"
+            + _describe_types(layout)
         ) from error
     layout.draws = dict(loop.drew)
     unstored = loop.changed_buffers(x.device)
@@ -346,6 +347,22 @@ def _why_not_compile(
     return (
         f"too little work to compile, which takes over {_BUILD} s and would save at most "
         f"{share:.1%} of what it takes"
+    )
+
+
+def _describe_types(layout: Layout) -> str:
+    """Say which types the module's weights had, where they were others than those of the rows."""
+    first: dict[torch.dtype, str] = {}
+    for name, parameter in layout.original.named_parameters():
+        if parameter.is_floating_point():
+            first.setdefault(parameter.dtype, name)
+    if not first.keys() - {layout.dtype}:
+        return ""
+    found = ", ".join(f"{name!r} is {str(dtype)[6:]}" for dtype, name in first.items())
+    return (
+        f"; rows hold all weights as {str(layout.dtype)[6:]}, and of the module {found}: convert by "
+        "the type of a layer's weight, x.to(self.layer.weight.dtype), or with dtype = 'float64' "
+        "give the module in that"
     )
 
 

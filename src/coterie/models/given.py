@@ -58,7 +58,21 @@ def check_module(module: object, what: str) -> nn.Module:
                 "torch.nn.utils.parametrizations.weight_norm or spectral_norm, or make the pruning "
                 "permanent with prune.remove"
             )
+    for name, parameter in module.named_parameters():
+        if _has_gradient_hook(parameter):
+            raise ModelError(
+                f"{what} has a hook on the gradient of {name!r} (Tensor.register_hook), which no "
+                "copy of a module keeps, PyTorch's neither; change the gradient in forward, such as "
+                "weight * mask + (weight * (1 - mask)).detach(), or take the hook away"
+            )
     return module
+
+
+def _has_gradient_hook(parameter: Tensor) -> bool:
+    """Whether a function changes or reads a parameter's gradient; such hooks are no module's."""
+    return bool(parameter._backward_hooks) or bool(
+        getattr(parameter, "_post_accumulate_grad_hooks", None)
+    )
 
 
 def _computed_tensors(part: nn.Module) -> list[str]:

@@ -24,9 +24,10 @@ from coterie.data.rows import read_inputs
 from coterie.data.source import is_images
 from coterie.engine.optim import LocalTraining
 from coterie.engine.task import Task
+from coterie.errors import ModelError
 from coterie.functional.losses import Loss, cast_targets
 from coterie.models.given import copy_deeply
-from coterie.models.layout import Layout, make_template
+from coterie.models.layout import Layout, copy_module, join_path, make_template
 from coterie.rng import EVERYONE, Rng
 
 PURPOSE = "translation"
@@ -50,6 +51,10 @@ class PlainModule:
         held: names of the tensors that rows hold.
         given: whether round 0 must have its values.
         output: which entry of what it returns is the output; "" where that is not said.
+
+    Attributes:
+        moved: the trained parameters that a forward pass changes in place, such as those of an
+            embedding with `max_norm`; known after `require_no_memory`.
     """
 
     module: nn.Module
@@ -61,6 +66,7 @@ class PlainModule:
     held: frozenset[str] = frozenset()
     given: bool = True
     output: str = ""
+    moved: frozenset[str] = frozenset()
 
     @staticmethod
     def build(task: Task, rng: Rng, client: int, lines: list[str]) -> "PlainModule":
@@ -111,9 +117,11 @@ class PlainModule:
         x = read_inputs(federation.x[0, :2])
         if federation.parts or x.is_floating_point() or is_images(x[0]):
             return False
+        # A copy, since a forward pass may change what the module holds.
+        trial = copy_module(self.module).eval()
         try:
             with self._quiet():
-                self.module.eval()(x.long().to(self.device))
+                trial(x.long().to(self.device))
         except Exception:  # a module may refuse in any way
             return False
         return True
@@ -143,6 +151,61 @@ class PlainModule:
     def _mean_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
         # The mean by hand: engines have theirs.
         return self.loss(outputs, y).sum() / len(y)
+
+    def require_no_memory(self, federation: Federation, x: Tensor, limit: float) -> str:
+        """Refuse a module that remembers a forward pass outside of its tensors.
+
+        All clients share the attributes of one module, and engines do not follow them. To be called
+        before anything else has run the module.
+
+        Args:
+            federation: that the samples are from.
+            x: the samples.
+            limit: the share of the largest output that is rounding.
+
+        Returns:
+            A line on attributes that a pass changes and no output shows; "" where there are none.
+
+        Raises:
+            ModelError: when the same pass gives other outputs the second time.
+        """
+        self.module.train()
+        before, outputs = _list_plain_attributes(self.module), []
+        kept = {name: one.detach().clone() for name, one in self._list_tensors().items()}
+        for _ in range(2):
+            with self._quiet():
+                outputs.append(self._run(federation, x))
+                now = self._list_tensors()
+                self.moved |= {n for n, one in now.items() if not torch.equal(one, kept[n])}
+                for name, one in now.items():
+                    one.copy_(kept[name])
+        self.moved &= {name for name, _ in self.module.named_parameters()}
+        changed = [
+            name for name, value in _list_plain_attributes(self.module).items()
+            if name not in before or before[name] != value
+        ]  # fmt: skip
+        first, second = outputs
+        # NaN at the same places says nothing here: the run itself finds what is not finite.
+        gap = (first - second).nan_to_num().abs().max() if first.shape == second.shape else 1.0
+        named = f" ({', '.join(changed[:3])})" if changed else ""
+        if float(gap) > limit * float(first.nan_to_num().abs().max()):
+            raise ModelError(
+                f"the module remembers its last forward pass outside of its parameters and "
+                f"buffers{named}: with the same weights, samples and random numbers it returns "
+                "something else the second time, and all clients share one module; keep what it "
+                "remembers in a buffer (register_buffer), and draw random numbers with torch"
+            )
+        if not named:
+            return ""
+        return (
+            f"forward changes attributes of the module that are no buffers{named}: they are not "
+            "kept from round to round, and are not those of one client; register_buffer keeps them"
+        )
+
+    def _list_tensors(self) -> dict[str, Tensor]:
+        """Return what a forward pass may change in place: trained parameters, and buffers."""
+        trained = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
+        return trained | dict(self.module.named_buffers())
 
     def evaluate(
         self, federation: Federation, x: Tensor, y: Tensor, seed: int = 0, pieces: int = 1 << 30
@@ -213,6 +276,8 @@ class PlainModule:
         for name, one in self.module.named_parameters():
             if one.requires_grad:
                 slope = torch.zeros_like(one) if one.grad is None else one.grad
+                if slope.layout is not torch.strided:  # of an embedding with sparse=True
+                    slope = slope.to_dense()
                 found[f"gradient of {name}"] = slope.detach().clone()
         for name, buffer in list(self.module.named_buffers()):
             # What a step leaves alone need not be in a row.
@@ -221,6 +286,17 @@ class PlainModule:
             buffer.detach().copy_(kept[name])
         self.module.zero_grad()
         return found
+
+
+def _list_plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers, texts, and yes and no, that layers have as attributes, by path."""
+    found = {}
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            # `training` and the like are the module's own, and a pass does not change them.
+            if isinstance(value, bool | int | float | str):
+                found[join_path(path, name)] = value
+    return found
 
 
 def _select_output(returned: Any, name: str) -> Tensor:

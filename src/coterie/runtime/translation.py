@@ -139,13 +139,18 @@ def _compare(
         federation, rows, min(_SAMPLES, local.batch_size, int(counts[rows].min()))
     )
     plain = PlainModule.build(task, rng, int(task.ids[rows[0]]), lines)
-    slow = _step_seconds(plain, sample) > _SLOW_STEP
-    if slow:
-        rows, few = rows[:1], slice(_SAMPLES // 2)
-        sample = strip_federation(sample, read_inputs(sample.x[:1, few]), sample.y[:1, few])
-    ours = TrainedSide.build(task, sample, rng)
+    # In this order: a forward pass may change the module, in place or outside of its tensors.
     first = task.select_clients(rows).initial_models(rng).detach()
     compared["weights"] = _compare_weights(plain, task.layout, first[0], lines)
+    if line := plain.require_no_memory(
+        sample, plain.inputs(sample, read_inputs(sample.x)[0]), LIMITS[plain.roundoff]
+    ):
+        lines.append(line)
+    slow = _step_seconds(plain, sample) > _SLOW_STEP
+    if slow:
+        first, few = first[:1], slice(_SAMPLES // 2)
+        sample = strip_federation(sample, read_inputs(sample.x[:1, few]), sample.y[:1, few])
+    ours = TrainedSide.build(task, sample, rng)
     compared["inputs"] = _compare_inputs(ours, sample)
     _compare_values(plain, ours, first, local, lines, compared, slow)
     return compared, sample.x.shape[1]
@@ -577,5 +582,10 @@ def _compare_values(
             lines.append(
                 f"private training leaves {kept} as they are, and others would change them"
             )
-    if local.lr > 0:
+    if plain.moved:
+        lines.append(
+            f"forward changes the parameters {', '.join(sorted(plain.moved)[:3])} in place: steps of "
+            "the optimizer are not compared"
+        )
+    elif local.lr > 0:
         both.compare_steps(rows, local, steps=1 if random or slow else 2)
