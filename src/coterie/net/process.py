@@ -209,10 +209,12 @@ def run_node(path: Path, *, role: str | None = None, insecure: bool = False) -> 
     name = load_credentials(file)[1].name
     folder = run_folder(file, name)
     if checkpoint.is_finished(folder) and not _answers_newcomers(file, name):
+        status = _find_status(folder)
+        marked = ", some of its rounds without any message of another member" if status else ""
         Log(name, level=file.log)(
-            "done", text=f"the run in {folder} is over; delete the folder to run it again"
+            "done", text=f"the run in {folder} is over{marked}; delete the folder to run it again"
         )
-        return 0
+        return status
     # Before anything is opened: a service manager may stop a node that is starting.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:

@@ -117,15 +117,24 @@ def test_the_run_of_a_node_lies_below_its_name(files: dict[str, Path], tmp_path:
     assert folder == tmp_path / "nodes/node-01/told/random/seed-0"
 
 
-def test_a_finished_run_is_not_done_again(
-    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("alone", "status"), [({}, 0), ({"alone": [[0, 3]]}, 3)])
+def test_a_finished_run_is_not_done_again_and_says_whether_anybody_was_there(
+    files: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    alone: dict[str, Any],
+    status: int,
 ):
+    folder = process.run_folder(nodefile.load(files["node-00"]), "node-00")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / process.checkpoint.PROVENANCE).write_text(json.dumps(alone))
     monkeypatch.setattr(process.checkpoint, "is_finished", lambda folder: True)
-    assert process.run_node(files["node-00"]) == 0
+    assert process.run_node(files["node-00"]) == status
     (line,) = capsys.readouterr().err.splitlines()
     told = json.loads(line)
     assert (told["event"], told["node"]) == ("done", "node-00")
     assert "delete the folder to run it again" in told["text"]
+    assert ("without any message" in told["text"]) == bool(alone)
 
 
 @pytest.mark.parametrize(
