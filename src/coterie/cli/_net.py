@@ -378,14 +378,19 @@ def audit_logs(
         )
         # In one line, as it was signed: JSON escapes what a terminal would interpret.
         typer.echo(json.dumps(proof.make_document()))
+    overlapping = auditor.find_overlapping_starts(reports)
+    for text in overlapping.values():
+        _print_wrapped(f"OPEN   {text}")
     for member, number in auditor.count_changed_by_restarts(reports).items():
+        if member in overlapping:
+            continue
         _print_wrapped(
             f"note   {member} signed other messages for {number} addresses after a restart; from an "
             "older checkpoint that is innocent"
         )
     if wrong or proofs or any(report.problems for report in reports):
         raise typer.Exit(1)
-    if unsettled or any(report.unsettled for report in reports):
+    if unsettled or overlapping or any(report.unsettled for report in reports):
         raise typer.Exit(_OPEN)
 
 

@@ -11,6 +11,7 @@ Nobody is accused by another's word. Two manifests for one address that a member
 that a log lacks a message is a contradiction only where that log is known to be complete.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,6 +45,7 @@ _Key = tuple[int, int, int, int, str]  # incarnation, round, exchange, client, k
 _NAMED = ("node", "run", "peer", "from", "to")
 _WORDS = ("event", "reason", "code", "kind", "of")
 _WORD = re.compile(r"[a-z0-9_:.-]{1,80}")
+_SKEW = 30.0  # seconds by which the clocks of two logs may differ; `coterie doctor` refuses more
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,14 @@ class Receipt:
         key: the sender's public key by the roster that counted.
         path: the file with the line.
         place: where the line begins in it.
+        time: when it came by the reader's clock, in seconds since 1970.
     """
 
     digest: str
     key: str
     path: Path
     place: int
+    time: float
 
 
 @dataclass(frozen=True)
@@ -360,6 +364,34 @@ def count_changed_by_restarts(reports: Sequence[Report]) -> dict[str, int]:
     return {member: number for member, number in out.items() if number}
 
 
+def find_overlapping_starts(reports: Sequence[Report]) -> dict[str, str]:
+    """Return, by member, what says that it signed as an earlier start after a later one had begun.
+
+    A member can send each reader another model under another number of its start; an honest one
+    ends before it starts again. When messages came is the readers' word, so this accuses nobody.
+    """
+    came: dict[tuple[str, str, str], dict[int, list[tuple[float, str]]]] = {}
+    for report in reports:
+        for member, of in report.traffic.items():
+            for (incarnation, *_), at in of.received.items():
+                starts = came.setdefault((report.run, member, at.key), {})
+                starts.setdefault(incarnation, []).append((at.time, report.node))
+    out = {}
+    for (_, member, _), starts in came.items():
+        late, reader, earlier = -math.inf, "", 0  # the newest message of all earlier starts
+        for incarnation, times in sorted(starts.items()):
+            began, other = min(times)
+            if late - began > _SKEW:
+                out[member] = (
+                    f"{member} signed as its start {earlier} for {reader} after it had signed as "
+                    f"its later start {incarnation} for {other}, by their clocks: its key is in "
+                    "two places, or it sends each of them other models"
+                )
+            if max(times)[0] > late:
+                (late, reader), earlier = max(times), incarnation
+    return out
+
+
 def _agree_on_key(reports: Sequence[Report], run: str, member: str, key: str) -> bool:
     """Whether no log has another key of a member in a version that another log has with this one."""
     named = [r.keys for r in reports if r.run == run]
@@ -613,7 +645,7 @@ class _LogReader:
             )
         of = report.traffic_with(peer)
         address = m.inc, m.round, m.exchange, m.client, m.kind
-        receipt = Receipt(m.sha256, key, self._path, self._place)
+        receipt = Receipt(m.sha256, key, self._path, self._place, float(found["time"]))
         known = of.received.setdefault(address, receipt)
         if known.digest != m.sha256:
             report.doubles.append((peer, address, known, receipt))

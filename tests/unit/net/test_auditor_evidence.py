@@ -365,6 +365,51 @@ def test_restarts_that_changed_messages_are_told_and_accuse_nobody(logs):
     assert auditor.count_changed_by_restarts(logs.reports()) == {"n0": 1}
 
 
+@pytest.fixture
+def clock(logs) -> list[float]:
+    """The time of two readers."""
+    now = [1e9]
+    for reader in (1, 2):
+        logs.log(reader, clock=lambda: now[0])
+    return now
+
+
+def sign_as_two_starts(logs: Logs, clock: list[float]) -> None:
+    """n0 never starts again: it sends n1 the models of one start and n2 others of a later one, in turn."""
+    for round in range(5):
+        logs.received(2, message(2.0 + round, round, inc=2))
+        clock[0] += 10.0
+        logs.received(1, message(1.0 + round, round, inc=1))
+
+
+def test_a_member_that_is_another_start_for_each_reader_is_named_and_not_accused(
+    logs, clock, tmp_path
+):
+    sign_as_two_starts(logs, clock)
+    status, said = run(tmp_path / "n1", tmp_path / "n2")
+    assert status == 3
+    said = " ".join(said.split())
+    assert "OPEN n0 signed as its start 1 for n1 after" in said
+    assert "its later start 2 for n2" in said
+    assert "innocent" not in said
+    assert "WRONG" not in said
+
+
+def test_a_member_that_starts_again_is_not_two(logs, clock):
+    """Also where the readers' clocks differ by half a minute."""
+    for round in range(3):
+        logs.received(1, message(1.0 + round, round, inc=1))
+        clock[0] += 60.0
+    clock[0] -= 60.0 + 29.0
+    logs.received(2, message(5.0, 1, inc=2))
+    clock[0] += 60.0
+    logs.received(1, message(6.0, 3, inc=2))
+    logs.received(2, message(6.0, 3, inc=2))
+    reports = logs.reports()
+    assert auditor.count_changed_by_restarts(reports) == {"n0": 1}
+    assert auditor.find_overlapping_starts(reports) == {}
+
+
 def test_messages_of_a_member_that_was_removed_or_has_a_new_key_count_no_more(logs):
     """Each log is judged by the roster that counted in it then; the log that took such a message is wrong."""
     for node, roster in ((1, REMOVED), (2, REKEYED)):
