@@ -10,6 +10,7 @@ import hashlib
 import ipaddress
 import os
 import re
+import socket
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -77,7 +78,12 @@ def check_address(address: str) -> str:
         TransportError: when it is none, or one on which a program only listens.
     """
     host, port = split_address(address)
-    if _is_ip(host) and ipaddress.ip_address(host).is_unspecified:
+    if _is_short_ip(host):
+        raise TransportError(
+            f"address {address[:80]!r} is a number that some systems read as an IPv4 address; give "
+            "its four numbers, such as 192.0.2.7:7447"
+        )
+    if _is_ip(host) and _find_ipv4(host).is_unspecified:
         raise TransportError(
             f"address {address[:80]!r} stands for all addresses of a machine, and nobody can dial "
             "it; give the one at which the others reach this member, and `listen` in node.toml to "
@@ -90,6 +96,23 @@ def _is_ip(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
+        return False
+    return True
+
+
+def _find_ipv4(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return the IPv4 address that an IPv6 address stands for, or else the address itself."""
+    found = ipaddress.ip_address(host)
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+def _is_short_ip(host: str) -> bool:
+    """Whether a host is an old notation of an IPv4 address, such as 0 for 0.0.0.0 and 127.1."""
+    if _is_ip(host):
+        return False
+    try:
+        socket.inet_aton(host)
+    except OSError:
         return False
     return True
 

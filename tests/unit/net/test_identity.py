@@ -187,7 +187,9 @@ def test_what_is_no_address_is_refused(address):
         identity.split_address(address)
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:7447", "[::]:7447", "[0:0:0:0:0:0:0:0]:7447"])
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0:7447", "[::]:7447", "[0:0:0:0:0:0:0:0]:7447", "[::ffff:0.0.0.0]:7447"]
+)
 def test_an_address_that_nobody_can_dial_is_refused_with_what_to_do(address, tmp_path):
     with pytest.raises(TransportError, match="stands for all addresses of a machine") as found:
         identity.check_address(address)
@@ -196,6 +198,18 @@ def test_an_address_that_nobody_can_dial_is_refused_with_what_to_do(address, tmp
         identity.make_request(tmp_path, "north", address)
     assert list(tmp_path.iterdir()) == [], "no key is made for it"
     assert identity.split_address(address)[1] == 7447, "a program can listen there"
+
+
+@pytest.mark.parametrize("host", ["0", "0.0", "00.0.0.0", "0x0", "127.1", "2130706433"])
+def test_an_old_notation_of_an_ipv4_address_is_refused(host):
+    """A system's resolver takes each of them for 0.0.0.0 or 127.0.0.1."""
+    with pytest.raises(TransportError, match="give its four numbers"):
+        identity.check_address(f"{host}:7447")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", "7.example.org", "[::ffff:192.0.2.7]", "0-1", "x0"])
+def test_an_address_or_a_name_with_digits_is_no_old_notation(host):
+    assert identity.check_address(f"{host}:7447").endswith(":7447")
 
 
 def test_capitals_and_long_forms_of_an_address_are_one_address(tmp_path):
