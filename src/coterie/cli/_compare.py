@@ -80,6 +80,15 @@ def compare_studies(
             help="Like --equal-bytes, at this number of megabytes per client.",
         ),
     ] = None,
+    equal_time: Annotated[
+        bool, typer.Option("--equal-time", help="Rank the methods at equal time.")
+    ] = False,
+    at_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, metavar="SECONDS", help="Like --equal-time, after this number of seconds."
+        ),
+    ] = None,
     tuned: Annotated[
         Path | None,
         typer.Option(
@@ -110,19 +119,23 @@ def compare_studies(
       coterie compare runs/rotated-digits --format latex
       coterie compare runs/rotated-digits runs/my-study
       coterie compare runs/rotated-digits --equal-bytes
+      coterie compare runs/stragglers --equal-time
       coterie compare runs/my-sweep --setting data.num_clients --format latex
       coterie compare runs/similarity/synthetic --paper
     """
     from coterie.cli import _tables
+    from coterie.functional.metrics import REGISTRY
     from coterie.papers import compare as comparing
     from coterie.results import conditions
-    from coterie.results.equal_bytes import rank_at_equal_bytes
+    from coterie.results.equal_budget import Unit, rank_at_equal_budget
     from coterie.results.varied import tabulate_setting
 
     found: list[Any] = []
     shown: list[Any] = []
     notes: list[str] = []
     missing: list[str] = []
+    if (equal_bytes or at_bytes is not None) and (equal_time or at_seconds is not None):
+        raise ConfigError("methods are ranked at equal bytes or at equal time; give one of them")
     if paper:
         for folder in folders:
             one = comparing.compare_with_paper(comparing.load_result(folder))
@@ -133,13 +146,19 @@ def compare_studies(
     elif setting is not None:
         one = tabulate_setting(folders, setting, metric=metric, cluster=cluster)
         found, shown, missing = [one], [_tables.build_varied_table(one)], list(one.notes)
-    elif equal_bytes or at_bytes is not None:
+    elif equal_bytes or equal_time or at_bytes is not None or at_seconds is not None:
+        unit: Unit = "bytes"
         # Megabytes of 1e6 bytes, as in all tables.
         budget = None if at_bytes is None else 1e6 * at_bytes
+        if equal_time or at_seconds is not None:
+            unit, budget = "seconds", at_seconds
         for folder in folders:
-            one = rank_at_equal_bytes(folder, budget)
+            one = rank_at_equal_budget(folder, budget, unit, baseline=baseline)
             found.append(one)
-            shown.append(_tables.build_equal_bytes_table(one))
+            shown.append(_tables.build_equal_budget_table(one))
+            if one.pairs:
+                shown.append(_tables.build_pairs_table(one.pairs, REGISTRY[one.metric], one.split))
+            notes += one.verdicts
             missing += one.describe_coverage()
     else:
         loaded = [comparing.load_result(folder) for folder in folders]

@@ -387,13 +387,18 @@ def _format_cell(metric: Metric, value: float | None) -> str:
 def _build_times_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("", overflow="fold")
-    for head in ("baseline", "metric", "round", "times sooner", "reached"):
+    # Rounds of different length are compared by their time.
+    timed = all("seconds" in row for row in rows)
+    for head in ("baseline", "metric", "second" if timed else "round", "times sooner", "reached"):
         table.add_column(head, justify="right")
     for row in rows:
         metric = REGISTRY[row["metric"]].title
-        time = f"{row['tta']:.0f}" if row["reached"] else "never"
-        known = row["ratio"] is not None and not math.isnan(row["ratio"])
-        ratio = f"{row['ratio']:.2f}" if known else "undefined"
+        time, ratio = "never", "undefined"
+        if row["reached"]:
+            time = f"{row['seconds']:.4g}" if timed else f"{row['tta']:.0f}"
+        sooner = row["seconds_ratio" if timed else "ratio"]
+        if sooner is not None and not math.isnan(sooner):
+            ratio = f"{sooner:.2f}"
         reached = f"{row['reached']} of {row['seeds']}"
         table.add_row(row["label"], row["base"], metric, time, ratio, reached)
     return table

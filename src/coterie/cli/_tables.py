@@ -17,7 +17,7 @@ from coterie.papers.compare import (
     measure_bias,
     ranking_metric,
 )
-from coterie.results.equal_bytes import EqualBytes
+from coterie.results.equal_budget import EqualBudget
 from coterie.results.pairs import find_leaders
 from coterie.results.summary import MEANS
 from coterie.results.tables import (
@@ -34,7 +34,7 @@ from coterie.results.varied import VariedResults
 
 __all__ = [
     "TextTable",
-    "build_equal_bytes_table",
+    "build_equal_budget_table",
     "build_paper_tables",
     "build_side_by_side",
     "build_study_tables",
@@ -264,14 +264,20 @@ def _format_cell(metric: Metric, row: Mapping[str, Any] | None) -> tuple[str, st
     return _format_spread(metric, row["mean"], std), str(row["seeds"])
 
 
-def build_equal_bytes_table(ranking: EqualBytes) -> TextTable:
-    """Build a ranking at equal bytes."""
+def build_equal_budget_table(ranking: EqualBudget) -> TextTable:
+    """Build a ranking at equal bytes or at equal time."""
     metric = REGISTRY[ranking.metric]
+    # Megabytes of 1e6 bytes, as in all tables.
+    head, size, digits = ("MB used", 1e6, ".2f")
+    if ranking.unit == "seconds":
+        head, size, digits = ("seconds", 1.0, ".4g")
     rows = []
     for row in ranking.rows:
         value = _format_spread(metric, row.value, row.std)
-        used = f"{row.used / 1e6:.2f}"
+        used = format(row.used / size, digits)
         rows.append((row.label, f"{row.rounds:.0f}", used, value, str(row.seeds)))
-    budget = f"{ranking.budget / 1e6:.2f} MB"
-    title = f"{ranking.study}: {ranking.heading}, when a client has used {budget}"
-    return TextTable(title, ("method", "rounds", "MB used", metric.heading(), "n"), rows)
+    budget = f"when a client has used {format(ranking.budget / size, digits)} MB"
+    if ranking.unit == "seconds":
+        budget = f"after {format(ranking.budget, digits)} seconds"
+    title = f"{ranking.study}: {ranking.heading}, {budget}"
+    return TextTable(title, ("method", "rounds", head, metric.heading(), "n"), rows)

@@ -580,6 +580,8 @@ def check_block_settings(method: Method, settings: Settings) -> None:
             f"schedule is {settings.schedule!r}: clients act one after another, which blocks "
             "cannot; use 'synchronous'"
         )
+    if settings.time is not None:
+        raise ConfigError("time is set: blocks do not know the times of each other; leave it out")
     looking = [str(attack.kind) for attack in settings.attack_list if attack.needs_honest_models]
     if looking and settings.patience is not None and not method.server:
         raise ConfigError(

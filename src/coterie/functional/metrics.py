@@ -586,7 +586,16 @@ BANDWIDTH = Metric(
     better="lower",
     shown="not",
 )
-# In virtual time.
+# Of time: virtual in a simulation, real on a node.
+ELAPSED = Metric(
+    "elapsed_seconds",
+    "seconds from the end of the warm-up to the end of the round: virtual in a simulation, real on "
+    "a node",
+    "elapsed time",
+    better="lower",
+    unit="s",
+    over="run",
+)
 OWN_ROUNDS = Metric("own_rounds", "rounds that a client has done so far by itself", shown="curve")
 STALENESS = Metric(
     "staleness",
@@ -613,7 +622,6 @@ IDLE_SHARE = Metric(
     unit="%",
     scale=100.0,
     digits=1,
-    shown="curve",
 )
 REFUSED = Metric(
     "refused",
@@ -942,13 +950,13 @@ def max_accuracy(accuracy: Sequence[float]) -> float:
     return max(values)
 
 
-def time_to_accuracy(rounds: Sequence[int], accuracy: Sequence[float], target: float) -> float:
+def time_to_accuracy(rounds: Sequence[float], accuracy: Sequence[float], target: float) -> float:
     """Return the first evaluated round whose accuracy is at least `target` (TTA).
 
     It is infinite when the target is never reached.
 
     Args:
-        rounds: when evaluations took place, ascending.
+        rounds: when evaluations took place, ascending: rounds, or seconds.
         accuracy: at each of them.
         target: usually the largest accuracy of a baseline.
     """
@@ -960,9 +968,9 @@ def time_to_accuracy(rounds: Sequence[int], accuracy: Sequence[float], target: f
 
 
 def time_to_accuracy_ratio(
-    rounds: Sequence[int],
+    rounds: Sequence[float],
     accuracy: Sequence[float],
-    base_rounds: Sequence[int],
+    base_rounds: Sequence[float],
     base: Sequence[float],
 ) -> float:
     """Return how many times sooner a method reaches the baseline's largest accuracy, for one seed.

@@ -248,6 +248,7 @@ class Node:
         )
         # A late member begins its few rounds again; they change nobody.
         self._earlier = {} if self.late else checkpoint.load(folder, self.loop, self._identity)
+        self._ends: list[float | None] = list(self._earlier.get("ends") or ())
         # One value, because the median of no values is undefined.
         self._started, self._local, self._ignore_hints_until = time.perf_counter(), [0.0], -1
         self.post.pace.local = lambda: statistics.median(self._local)
@@ -284,6 +285,8 @@ class Node:
                 f"schedule is {self.plan.settings.schedule!r}; between machines there is only "
                 "'synchronous'"
             )
+        if self.plan.settings.time is not None:
+            raise ConfigError("time is set; between machines time is real: leave it out")
 
     def _new_incarnation(self) -> int:
         path = self.folder / "incarnation.json"
@@ -810,6 +813,9 @@ class Node:
         self._write_down(index, before)
         seconds = time.perf_counter() - began
         exchanging = traffic.seconds - exchanging
+        # The times of the warm-up and of each round; None of rounds that were left out.
+        known = self._ends[: index + 1]
+        self._ends = [*known, *[None] * (index + 1 - len(known)), round(time.time(), 3)]
         # The newest rounds only, so that the median follows a machine that becomes slower.
         self._local = [*self._local[-20:], seconds - exchanging]
         checkpoint.save(self.folder, self.loop, self._identity, self._timing())
@@ -855,8 +861,9 @@ class Node:
         self.audit.record_rejections(index, refused)
         self.audit.end_round(index)
 
-    def _timing(self) -> dict[str, float]:
+    def _timing(self) -> dict[str, Any]:
         return {
+            "ends": self._ends,
             "wall_s": time.perf_counter() - self._started + self._earlier.get("wall_s", 0.0),
             "train_s": self.task.trainer.totals.seconds + self._earlier.get("train_s", 0.0),
             "train_samples": self.loop.train_samples,

@@ -23,7 +23,7 @@ from coterie.papers.numbers import PublishedNumber
 from coterie.results import conditions, coverage, pairs, stored_runs, summary
 from coterie.results.across import CrossComparison, compare_across
 from coterie.results.coverage import find_common_seeds, format_seed_ranges
-from coterie.results.equal_bytes import EqualBytes
+from coterie.results.equal_budget import EqualBudget
 from coterie.results.pairs import Pair
 from coterie.results.varied import VariedResults
 from coterie.studies import config
@@ -900,7 +900,7 @@ def _best_numbers(
 
 def to_json(
     value: PaperComparison
-    | EqualBytes
+    | EqualBudget
     | PairComparison
     | CrossComparison
     | StudyResult

@@ -69,11 +69,14 @@ def describe_unequal_conditions(
         'Not equal: bytes of a client (A 2 MB, B 0 MB); --equal-bytes ranks at equal bytes.'
     """
     names = list(labels)
-    sent, trained = {}, {}
+    sent, trained, seconds = {}, {}, {}
     for row in spent:
         if row["label"] in names:
             sent[row["label"]] = row["bytes"]
             trained[row["label"]] = row["client_rounds"]
+            # Of nodes and of runs in virtual time.
+            if "seconds" in row:
+                seconds[row["label"]] = row["seconds"]
     # A method without trials was tried with none.
     tried = dict.fromkeys(names, 0)
     tried |= {label: count for label, count in (settings or {}).items() if label in tried}
@@ -82,6 +85,9 @@ def describe_unequal_conditions(
     if _are_unequal(sent):
         parts.append(_format_values("bytes of a client", sent, lambda v: f"{v / 1e6:.3g} MB"))
         hint = "; --equal-bytes ranks at equal bytes"
+    if _are_unequal(seconds):
+        parts.append(_format_values("time", seconds, lambda v: f"{v:.4g} s"))
+        hint += "; --equal-time ranks at equal time"
     for what, values in (
         ("client-rounds of training", trained),
         ("settings tried in tuning", tried),

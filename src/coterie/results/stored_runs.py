@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from coterie._util import manifest
 from coterie._util.toml import parse_toml
@@ -131,6 +132,26 @@ class StoredRun:
         """The number of rounds in the longer table: one may be ahead during a run."""
         tables = [table for table in (self.metrics, self.edges) if len(table)]
         return max(int(table["round"].to_numpy().max()) for table in tables) + 1
+
+    @cached_property
+    def elapsed_seconds(self) -> Float[np.ndarray, " rounds"] | None:
+        """When each round from the first ended, in seconds since the warm-up; None if unknown.
+
+        They are virtual in a simulation, and real on nodes: of several, when the last one ended it.
+        """
+        own = self.metrics.loc[(self.metrics["metric"] == metrics.ELAPSED.name).to_numpy()]
+        ends = np.zeros(self.num_rounds)
+        if len(own):
+            np.maximum.at(ends, own["round"].to_numpy(np.int64), own["value"].to_numpy(float))
+        else:
+            # Real times are not in the tables, which are the same bytes in every repetition.
+            begun, *rest = (self.provenance.get("timing") or {}).get("ends") or [None]
+            if begun is None or not rest:
+                return None
+            for round, end in enumerate(rest[: len(ends)]):
+                ends[round] = 0.0 if end is None else end - begun
+        # A round in which nobody took part took no time.
+        return np.maximum.accumulate(ends)
 
     @cached_property
     def is_finished(self) -> bool:
@@ -301,10 +322,12 @@ def _are_parts_of_one_run(a: StoredRun, b: StoredRun) -> bool:
 def _join_two_runs(a: StoredRun, b: StoredRun) -> StoredRun:
     """Join two parts of a run: nodes work at the same time, so the longer duration counts."""
     first, second = (run.provenance.get("timing") or {} for run in (a, b))
-    timing = {}
+    timing: dict[str, Any] = {}
     # Training adds up over the nodes.
     for name in ("train_s", "train_samples"):
         timing[name] = first.get(name, 0) + second.get(name, 0)
+    if ends := _join_ends(first.get("ends"), second.get("ends")):
+        timing["ends"] = ends
     timing["wall_s"] = max(first.get("wall_s", 0.0), second.get("wall_s", 0.0))
     done = all(run.provenance.get("done") for run in (a, b))
     provenance = {**a.provenance, "done": done, "timing": timing}
@@ -319,6 +342,23 @@ def _join_two_runs(a: StoredRun, b: StoredRun) -> StoredRun:
         metrics=pd.concat([a.metrics, b.metrics], ignore_index=True),
         edges=pd.concat(edges, ignore_index=True),
     )
+
+
+def _join_ends(
+    first: Sequence[float | None] | None, second: Sequence[float | None] | None
+) -> list[float | None]:
+    """Return when the last of two nodes ended each round, on the clock of the first.
+
+    Clocks of machines differ, so that each node's times count from the end of its own warm-up.
+    """
+    if not first or not second or first[0] is None or second[0] is None:
+        return []
+    begun, other = first[0], second[0]
+    out: list[float | None] = [begun]
+    for a, b in zip_longest(first[1:], second[1:]):
+        known = [one for one in (a, None if b is None else begun + b - other) if one is not None]
+        out.append(max(known, default=None))
+    return out
 
 
 def _find_run_folders(path: Path) -> list[Path]:

@@ -284,8 +284,8 @@ def compute_spending(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
     """Return what each method spent, mean over runs.
 
     Returns:
-        A row for each method: `label`, `bytes` (of a client, received and sent to a server) and
-        `client_rounds` (of training, over all clients).
+        A row for each method: `label`, `bytes` (of a client, received and sent to a server),
+        `client_rounds` (of training, over all clients) and, where its runs have times, `seconds`.
     """
     rows = []
     for label, group in group_by_label(runs).items():
@@ -296,7 +296,12 @@ def compute_spending(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
             per_client.append((received.sum() + sent.sum()) / len(run.client_clusters))
             trained.append(count_client_rounds(run.metrics))
         row = {"label": label, "bytes": float(np.mean(per_client))}
-        rows.append({**row, "client_rounds": float(np.mean(trained))})
+        row["client_rounds"] = float(np.mean(trained))
+        ends = [run.elapsed_seconds for run in group]
+        known = [float(one[-1]) for one in ends if one is not None]
+        if len(known) == len(group):
+            row["seconds"] = float(np.mean(known))
+        rows.append(row)
     return rows
 
 
@@ -315,11 +320,13 @@ def compute_time_to_accuracy(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
         method's, mean over seeds; 0 in a seed in which the method never gets there), `std`,
         `seeds`, `reached` (in how many of them it got there), `tta` (the method's first round with
         that accuracy, mean over the seeds in which it got there) and `reason` (why the ratio is
-        NaN).
+        NaN). Of runs with times also `seconds_ratio` and `seconds`, the same in their time; then a
+        ratio of rounds says little where rounds differ in length.
     """
     # Times are compared within a seed: methods then have the same clients and first models.
     bases: dict[tuple[str, int], StoredRun] = {(run.method_kind, run.seed): run for run in runs}
     found: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
+    in_seconds: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
     for run in runs:
         base = bases.get((find_declared_value(run, "timed_against"), run.seed))
         # A method is not timed against itself.
@@ -330,15 +337,25 @@ def compute_time_to_accuracy(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
             if own[0] and theirs[0]:
                 key = run.label, base.label, metric
                 found.setdefault(key, []).append(_compute_time_ratio(own, theirs))
+                timed = _put_on_time(run, own), _put_on_time(base, theirs)
+                if timed[0] is not None and timed[1] is not None:
+                    in_seconds.setdefault(key, []).append(_compute_time_ratio(*timed))
     rows = []
     for (label, name, metric), entries in found.items():
         ratios, times, reasons = zip(*entries, strict=True)
         reached = [time for time in times if math.isfinite(time)]
         mean, deviation = mean_std_over_seeds(np.array(ratios))
+        row: dict[str, Any]
         row = {"label": label, "base": name, "metric": metric, "ratio": mean, "std": deviation}
         row |= {"seeds": len(entries), "reached": len(reached)}
         # Infinity: no seed got there.
         row["tta"] = float(np.mean(reached)) if reached else math.inf
+        timed = in_seconds.get((label, name, metric), [])
+        if len(timed) == len(entries):
+            ratios, times, _ = zip(*timed, strict=True)
+            row["seconds_ratio"] = float(np.mean(ratios))
+            reached = [time for time in times if math.isfinite(time)]
+            row["seconds"] = float(np.mean(reached)) if reached else math.inf
         row["reason"] = next(filter(None, reasons), "")
         rows.append(row)
     return rows
@@ -425,8 +442,18 @@ def describe_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
     ]
 
 
+def _put_on_time(
+    run: StoredRun, curve: tuple[list[int], list[float]]
+) -> tuple[list[float], list[float]] | None:
+    """Return a curve over seconds in place of rounds; None for a run without times."""
+    ends = run.elapsed_seconds
+    if ends is None:
+        return None
+    return [float(ends[round]) if round >= 0 else 0.0 for round in curve[0]], curve[1]
+
+
 def _compute_time_ratio(
-    own: tuple[list[int], list[float]], base: tuple[list[int], list[float]]
+    own: tuple[Sequence[float], Sequence[float]], base: tuple[Sequence[float], Sequence[float]]
 ) -> tuple[float, float, str]:
     """Return the ratio of one seed, the method's time, and why there is no ratio."""
     # The reason of an undefined ratio arrives as a warning: it is caught to be stored.

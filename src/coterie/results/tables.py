@@ -164,12 +164,13 @@ def _format_with_interval(metric: Metric, row: Mapping[str, Any]) -> str:
     return text
 
 
-def build_pairs_table(pairs: Sequence[Pair], metric: Metric) -> TextTable:
+def build_pairs_table(pairs: Sequence[Pair], metric: Metric, split: str = "test") -> TextTable:
     """Build the table of pairs with intervals, corrected p values and effect sizes.
 
     Args:
         pairs: of one metric and one group of clients, as `pairs.select_pairs` returns them.
         metric: what they compare.
+        split: the data on which it was measured.
     """
     rows, strong = [], set()
     for i, pair in enumerate(pairs):
@@ -189,7 +190,7 @@ def build_pairs_table(pairs: Sequence[Pair], metric: Metric) -> TextTable:
         foot = f"95 % intervals; {corrected}effect is the difference in standard deviations "
         foot += "over seeds."
     head = ("pair", "better by", "p", "effect", "gained", "established")
-    return TextTable(f"Pairs, {metric.heading('test')}, {number}", head, rows, foot, strong)
+    return TextTable(f"Pairs, {metric.heading(split)}, {number}", head, rows, foot, strong)
 
 
 def _format_difference(pair: Pair, metric: Metric) -> str:

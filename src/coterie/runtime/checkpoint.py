@@ -107,7 +107,7 @@ def compute_identity(
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def save(folder: Path, loop: "Loop", run: str, timing: dict[str, float]) -> None:
+def save(folder: Path, loop: "Loop", run: str, timing: dict[str, Any]) -> None:
     """Write the checkpoint, and the tables and provenance as they are now.
 
     Args:
@@ -164,7 +164,7 @@ def finish_run(
     folder: Path,
     loop: "Loop",
     run: str,
-    timing: dict[str, float],
+    timing: dict[str, Any],
     models: Mapping[str, Callable[[Path], None]],
 ) -> None:
     """Write the tables with the final evaluation, and mark the run as finished; see `save`.
@@ -180,13 +180,13 @@ def finish_run(
 
 
 def _make_result_files(
-    loop: "Loop", run: str, timing: dict[str, float], *, done: bool
+    loop: "Loop", run: str, timing: dict[str, Any], *, done: bool
 ) -> dict[str, bytes]:
     what = {"done": done, **collect_provenance(loop, run, timing)}
     return {**loop.record.encode_files(), PROVENANCE: json.dumps(what, indent=2).encode()}
 
 
-def load(folder: Path, loop: "Loop", run: str) -> dict[str, float]:
+def load(folder: Path, loop: "Loop", run: str) -> dict[str, Any]:
     """Restore a loop from the newest undamaged checkpoint; do nothing when the run has not begun.
 
     A warning names damaged files: they are written again. What a killed process left half-written
@@ -350,7 +350,7 @@ def _describe_engine(loop: "Loop") -> dict[str, Any]:
     return {"name": loop.task.engine.name, "block": loop.task.block}
 
 
-def collect_provenance(loop: "Loop", run: str, timing: dict[str, float]) -> dict[str, Any]:
+def collect_provenance(loop: "Loop", run: str, timing: dict[str, Any]) -> dict[str, Any]:
     """Return the provenance of a run: code, command, versions, hardware, settings hash, time."""
     own = metrics_to_store([*loop.recorded_metrics.values(), *loop.task.evaluator.metrics])
     return {

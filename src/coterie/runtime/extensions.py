@@ -6,15 +6,17 @@ loop calls them at fixed points and knows none of them.
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie.engine.optim import LocalTraining
 from coterie.engine.task import Task
+from coterie.errors import ConfigError
 from coterie.exchange.accepting import Acceptance, AcceptingExchange, Reputation, own_losses
 from coterie.functional import metrics
 from coterie.functional.metrics import Metric
@@ -22,6 +24,7 @@ from coterie.methods.base import Info, Method, Round, zip_tensors
 from coterie.rng import Rng
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
+from coterie.runtime.virtual_time import SECOND, Clock, Traffic
 
 
 class Unprotected(UserWarning):
@@ -165,6 +168,79 @@ class PrivacyExtension(Extension):
         }
 
 
+@dataclass(frozen=True)
+class _Spent:
+    """Nanoseconds of virtual time of each client: since the warm-up, and those it computed in."""
+
+    elapsed: Int[Tensor, " clients"]
+    worked: Int[Tensor, " clients"]
+
+
+class TimeExtension(Extension):
+    """Counts the virtual time of rounds in which clients wait for each other.
+
+    Args:
+        settings: of the run, with a table of time.
+    """
+
+    name = "time"
+    state: _Spent
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def report_metrics(self) -> Sequence[Metric]:
+        """Return the time since the warm-up, and the share of it without work."""
+        return metrics.ELAPSED, metrics.IDLE_SHARE
+
+    def start(self, task: Task, rng: Rng, params: Float[Tensor, "clients params"]) -> None:
+        """Begin at time 0.
+
+        Raises:
+            ConfigError: where other processes host some of the clients.
+        """
+        time = self.settings.virtual_time
+        assert time is not None
+        if len(task) < task.population:
+            raise ConfigError(
+                "time is set: virtual time needs one process that hosts all clients; leave it out"
+            )
+        self.clock = Clock(time, task.count_steps(self.settings.local), rng.seed)
+        zero = torch.zeros(len(task), dtype=torch.int64)
+        self.state = _Spent(zero, zero)
+
+    def finish_round(self, rnd: Round, rows: Int[Tensor, " rows"], info: Info) -> Info:
+        """Let the time of a round pass, and add the times to its report."""
+        numbers, nothing = rows.numpy(), np.full((len(rows), 0), -1)
+        peers, sizes = nothing, nothing
+        if "peers" in info:
+            peers = info["peers"].cpu().numpy()
+            sizes = np.zeros_like(peers)
+        if "bytes" in info:
+            sizes = info["bytes"].cpu().numpy()
+        down, up = info.get(metrics.BYTES_DOWN.name), info.get(metrics.BYTES_UP.name)
+        traffic = Traffic(peers, sizes)
+        if down is not None and up is not None:
+            traffic = replace(
+                traffic, down=down.double().cpu().numpy(), up=up.double().cpu().numpy()
+            )
+        end, worked = self.clock.time_round(
+            rnd.index,
+            int(self.state.elapsed.max()),
+            numbers,
+            traffic,
+            reads_first=rnd.order == "exchange_first",
+        )
+        elapsed = torch.full_like(self.state.elapsed, end)
+        total = self.state.worked.index_add(0, rows, torch.from_numpy(worked))
+        self.state = _Spent(elapsed, total)
+        return {
+            **info,
+            metrics.ELAPSED.name: elapsed[rows].double() / SECOND,
+            metrics.IDLE_SHARE.name: 1 - total[rows].double() / elapsed[rows].double(),
+        }
+
+
 def make_extensions(method: Method, settings: Settings) -> list[Extension]:
     """Return the extensions that the settings ask for, of a simulation and of nodes alike."""
     found: list[Extension] = []
@@ -172,4 +248,7 @@ def make_extensions(method: Method, settings: Settings) -> list[Extension]:
         found.append(AcceptanceExtension(rules))
     if settings.local.dp_settings is not None:
         found.append(PrivacyExtension(method, settings.local))
+    # With other schedules the loop has the clock.
+    if settings.time is not None and settings.schedule == "synchronous":
+        found.append(TimeExtension(settings))
     return found

@@ -38,7 +38,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 Schedule = Literal["synchronous", "asynchronous", "sequential_exchange", "sequential"]
 _NEEDS_STEP = {
     "participation": "every client goes on by itself, and nobody draws a cohort",
-    "new_clients": "they join after the last round of all, and there is none",
+    "new_clients": "they join after the last round, where virtual time ends",
     "validate_every": "each client validates after each of its own rounds",
     "local.lr_schedule": "it runs over all rounds, and clients do not know how many they will do",
     "local.dp": "epsilon is counted by rounds of all clients",
@@ -72,8 +72,10 @@ class Settings(Configurable):
             in virtual time (see `time`), in simulation only; "sequential_exchange" and "sequential"
             let clients act one after another on each other's newest models, as some published code
             does, in simulation only.
-        time: how long things take with schedule = "asynchronous": a table of settings of
-            `runtime.virtual_time.VirtualTime`.
+        time: how long things take in virtual time, a table of settings of
+            `runtime.virtual_time.VirtualTime`: with schedule = "asynchronous" it is needed; with
+            "synchronous" each round lasts as long as its slowest client, and results are the same
+            with their times.
         warmup_epochs: local epochs before the first exchange, whatever `local.steps`; as many
             epochs or steps as in a round when None. Not for "train_first".
         participation: share of clients in (0, 1], or a count above 1, that takes part in a round.
@@ -241,18 +243,24 @@ class Settings(Configurable):
 
     def _check_time(self) -> None:
         """Check the table of virtual time, and what clients with rounds of their own cannot do."""
-        time, fits = self.virtual_time, self.schedule == "asynchronous"
-        require(
-            (time is None) != fits, "time", self.time, "it with schedule = 'asynchronous' alone"
-        )
+        time, free = self.virtual_time, self.schedule == "asynchronous"
         if time is None:
+            require(not free, "time", None, "it with schedule = 'asynchronous'")
             return
+        fits = free or self.schedule == "synchronous"
+        expected = "it with schedule = 'synchronous' or 'asynchronous' alone"
+        require(fits, "time", self.time, expected)
         object.__setattr__(self, "time", to_plain(time))
+        if self.new_clients is not None:
+            raise ConfigError(
+                f"new_clients is set; with a table of time it is not: {_NEEDS_STEP['new_clients']}"
+            )
+        if not free:
+            return
         # A round of the results is a span of virtual time, in which clients do several rounds or
         # none: what counts rounds of all clients together has no meaning.
         refused = {
             "participation": self.participation != 1,
-            "new_clients": self.new_clients is not None,
             "validate_every": self.validate_every != 1,
             "local.lr_schedule": self.local.needs_rounds,
             "local.dp": self.local.dp_settings is not None,

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, final
 
 import numpy as np
 from annotated_types import Gt, MinLen
+from jaxtyping import Float, Int
 
 from coterie._util.settings import (
     Configurable,
@@ -137,7 +138,8 @@ class Pause(Configurable):
 class VirtualTime(Configurable):
     """How long things take in a simulation.
 
-    A number of a client is given for all, as a list with one for each client, or as a table of a
+    With schedule = "synchronous" a round lasts as long as its slowest client: `max_staleness` and
+    `record_seconds` say nothing then. A number of a client is given for all, as a list with one for each client, or as a table of a
     distribution from which it is drawn: `{kind = "lognormal", median = 1.0, sigma = 0.5}`,
     `{kind = "uniform", low = 1.0, high = 10.0}` or `{kind = "choice", values = [1.0, 10.0]}`.
 
@@ -230,6 +232,23 @@ def parse_draw(table: Mapping[str, Any], where: str) -> Draw:
     if kind not in DRAWS:
         raise ConfigError(f"{where}: {describe_unknown('distribution', kind, DRAWS)}")
     return parse_settings(DRAWS[kind], rest, where)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What clients read and send in a round, a row for each.
+
+    Args:
+        peers: numbers of the clients that each reads; -1 for none.
+        sizes: bytes of each of these messages.
+        down: bytes from a server; None without one.
+        up: bytes to a server.
+    """
+
+    peers: Int[np.ndarray, "clients slots"]
+    sizes: Int[np.ndarray, "clients slots"]
+    down: Float[np.ndarray, " clients"] | None = None
+    up: Float[np.ndarray, " clients"] | None = None
 
 
 class Clock:
@@ -330,6 +349,73 @@ class Clock:
         end = _work_between_pauses(self.pauses[client], begin, work)
         return end, end - begin - work + paused
 
+    def time_round(
+        self,
+        round: int,
+        begin: int,
+        clients: Int[np.ndarray, " clients"],
+        traffic: "Traffic",
+        *,
+        reads_first: bool,
+    ) -> tuple[int, Int[np.ndarray, " clients"]]:
+        """Return when a round of clients that wait for each other ends, and how long each computes.
+
+        All begin together, and the round ends when the slowest is done: its training, and the
+        messages that it waits for.
+
+        Args:
+            round: its number, which is that of each client's own round.
+            begin: when it begins, in nanoseconds.
+            clients: numbers of the participants.
+            traffic: what they read and send.
+            reads_first: whether they read before they train, what was published before the round;
+                else they read what is published when training ends.
+
+        Returns:
+            The end, and the time in which each client does not wait or pause, in nanoseconds.
+        """
+        starts = np.full(len(clients), begin)
+        if reads_first:
+            published = np.full(len(self.work), begin)
+            starts = self._wait_for_messages(clients, traffic, published)
+        starts = starts + self._move(clients, traffic.down)
+        ends, worked = np.zeros_like(starts), np.zeros_like(starts)
+        for place, client in enumerate(clients.tolist()):
+            start = int(starts[place])
+            ends[place], paused = self.end_round(client, round, start)
+            worked[place] = ends[place] - start - paused
+        done = ends + self._move(clients, traffic.up)
+        if not reads_first:
+            # a peer that takes no part, as one that stopped, published before
+            published = np.full(len(self.work), begin)
+            published[clients] = ends
+            done = np.maximum(done, self._wait_for_messages(clients, traffic, published))
+        return int(done.max()), worked
+
+    def _wait_for_messages(
+        self,
+        clients: Int[np.ndarray, " clients"],
+        traffic: "Traffic",
+        published: Int[np.ndarray, " population"],
+    ) -> Int[np.ndarray, " clients"]:
+        """Return when the last message that each client reads has reached it."""
+        own = published[clients]
+        if traffic.peers.shape[1] == 0:
+            return own
+        asked = traffic.peers >= 0
+        senders = np.where(asked, traffic.peers, clients[:, None])
+        delays = self.message_delays(clients[:, None], senders, traffic.sizes)
+        return np.where(asked, published[senders] + delays, own[:, None]).max(1, initial=0)
+
+    def _move(
+        self, clients: Int[np.ndarray, " clients"], sizes: Float[np.ndarray, " clients"] | None
+    ) -> Int[np.ndarray, " clients"]:
+        """Return how long bytes from or to a server take, whose own link has no limit."""
+        if sizes is None:
+            return np.zeros(len(clients), dtype=np.int64)
+        transfer = np.ceil(sizes / self.bandwidth[clients] * SECOND).astype(np.int64)
+        return self.latency[clients] + transfer
+
     def _draw_pause(self, stream: np.random.Generator, client: int) -> float:
         amount = self.time.pause_seconds
         if isinstance(amount, Mapping):
@@ -338,13 +424,15 @@ class Clock:
             return float(amount[client])
         return float(amount)
 
-    def message_delays(self, readers: np.ndarray, senders: np.ndarray, size: int) -> np.ndarray:
+    def message_delays(
+        self, readers: np.ndarray, senders: np.ndarray, size: int | np.ndarray
+    ) -> np.ndarray:
         """Return how long messages take, in nanoseconds.
 
         Args:
             readers: numbers of clients.
             senders: numbers of clients, in a shape that fits.
-            size: of a message, in bytes.
+            size: of a message, in bytes; one for all, or one for each.
         """
         slowest = np.minimum(self.bandwidth[readers], self.bandwidth[senders])
         # rounded up, so that a message of any size takes time where bandwidth is limited

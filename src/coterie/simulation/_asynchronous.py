@@ -511,6 +511,9 @@ class AsynchronousLoop(Loop):
         elapsed = (index + 1) * self.time.record_nanoseconds
         # pauses of rounds that have not ended are not known as idle yet
         values = {
+            metrics.ELAPSED.name: torch.full(
+                (len(self.task),), elapsed / SECOND, dtype=torch.float64
+            ),
             metrics.OWN_ROUNDS.name: torch.from_numpy(self.number.copy()),
             metrics.IDLE_SHARE.name: torch.from_numpy(self.idle / elapsed),
             **staleness,

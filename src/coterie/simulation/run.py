@@ -508,7 +508,7 @@ def _make_record(
         ids = parts.ids
     return Record(
         truth, federation.names_by_id, ids, hidden, settings.record_similarities, data,
-        ages=settings.virtual_time is not None,
+        ages=settings.schedule == "asynchronous",
     )  # fmt: skip
 
 

@@ -208,11 +208,16 @@ class StudyConfig(Configurable):
                     f"two methods are called {entry.label!r}; give each a label of its own"
                 )
             seen.add(fold_name(entry.label))
-        # Tables and curves of a study have one axis of rounds.
+        # Tables and curves of a study have one axis, of rounds or of time. Rounds of all clients
+        # that have times are on both.
         spans = {}
         for entry in self.methods:
-            time = entry.settings.virtual_time
-            spans.setdefault(time and time.record_seconds, entry.label)
+            time, span = entry.settings.virtual_time, None
+            if time is not None and entry.settings.schedule == "synchronous":
+                continue
+            if time is not None:
+                span = time.record_seconds
+            spans.setdefault(span, entry.label)
         if len(spans) > 1:
             (one, label), (other, second), *_ = spans.items()
             raise ConfigError(

@@ -4,6 +4,7 @@ import io
 import json
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -341,6 +342,12 @@ def test_a_node_that_is_killed_comes_back_and_the_run_can_be_replayed(networks, 
     again = network.nodes[4]
     assert again.incarnation > 0
     assert any(e["event"] == "met" and e["resumes"] == 1 for e in network.events(4))
+    # real times of the warm-up and of each round, through the restart; None of what it missed
+    ends = json.loads((again.folder / "provenance.json").read_text())["timing"]["ends"]
+    known = [end for end in ends if end is not None]
+    assert (len(ends), len(known) > 4) == (9, True)
+    assert known == sorted(known)
+    assert time.time() - 300 < known[0] < known[-1] <= time.time()
     loop = network.replayed()
     for number, node in network.nodes.items():
         assert torch.equal(node.loop.state.params[0], loop.state.params[number])

@@ -16,7 +16,7 @@ from coterie.report.data.packing import (
     thin_indices,
 )
 from coterie.report.data.reads import assign_cells
-from coterie.results.equal_bytes import rank_at_equal_bytes
+from coterie.results.equal_budget import rank_at_equal_budget
 from coterie.results.stored_runs import load_runs
 
 
@@ -315,8 +315,8 @@ def test_while_runs_go_on_a_curve_ends_where_all_seeds_have_come(write_run, tmp_
 def test_the_page_ranks_at_equal_bytes_as_the_command_does(population):
     """The same rows, metric and split, from the same definition."""
     found, ranking = (
-        build_payload(*load_runs([population]))["equal_bytes"],
-        rank_at_equal_bytes(population),
+        build_payload(*load_runs([population]))["equal"][0],
+        rank_at_equal_budget(population),
     )
     assert found["rows"] == json.loads(json.dumps([asdict(row) for row in ranking.rows]))
     assert (found["metric"], found["split"], found["heading"]) == (

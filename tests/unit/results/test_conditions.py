@@ -43,6 +43,18 @@ def test_what_differs_is_said_in_one_line():
     )
 
 
+def test_unequal_times_are_named():
+    """Within a hundredth they are equal, as bytes are."""
+    rows = [{"label": "A", "bytes": 1, "client_rounds": 1, "seconds": 80.0}]
+    rows.append({"label": "B", "bytes": 1, "client_rounds": 1, "seconds": 20.0})
+    assert conditions.describe_unequal_conditions(rows, "AB") == (
+        "Not equal: time (A 80 s, B 20 s); --equal-time ranks at equal time."
+    )
+    assert (
+        conditions.describe_unequal_conditions([rows[0], {**rows[1], "seconds": 80.1}], "AB") == ""
+    )
+
+
 def test_settings_tried_are_counted_once_for_all_seeds(tmp_path):
     """Two learning rates over two seeds are two settings."""
     trials = [

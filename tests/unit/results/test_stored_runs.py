@@ -99,6 +99,26 @@ def test_nodes_that_each_hosted_some_clients_are_one_run(tmp_path, write_run, fi
     assert run.provenance["timing"] == {"train_s": 3.0, "train_samples": 1920, "wall_s": 5.0}
 
 
+def test_a_round_of_nodes_ends_when_the_last_of_them_ends_it(
+    tmp_path, write_run, final_rows, listed
+):
+    """Their clocks are apart by a thousand seconds; the south left out round 0, and is slower in round 1."""
+    rows = final_rows([0.2, 0.4], [0, 0])
+    for name, row, ends in (
+        ("north", rows[0], [10.0, 12.0, 13.0]),
+        ("south", rows[1], [1010.0, None, 1014.5]),
+    ):
+        folder = tmp_path / name / "real/DAC/seed-3"
+        write_run(folder, kind="dac", label="DAC", seed=3, study="real", metrics=[row])
+        path = folder / "provenance.json"
+        content = json.loads(path.read_text())
+        content["timing"]["ends"] = ends
+        path.write_text(json.dumps(content))
+        listed(folder)
+    (run,), _ = stored_runs.load_runs([tmp_path])
+    assert run.elapsed_seconds.tolist() == [2.0, 4.5]
+
+
 def test_one_node_alone_knows_its_own_rows_only(tmp_path, write_run, final_rows):
     """Client 1 of at least four: it read client 3, whose cluster it does not know."""
     rows = [(1, 1, -1, "test", "best", "accuracy", 0.5)]

@@ -68,6 +68,18 @@ def test_time_to_accuracy_by_hand():
     assert (row["seeds"], row["reached"], row["tta"], row["reason"]) == (2, 1, 9.0, "")
 
 
+def test_rounds_of_different_length_are_timed_in_seconds():
+    """FedAvg is at 0.6 after 20 rounds of 10 s, IFCA after 30 of 1 s: 1.5 times the rounds, 200 / 30 sooner."""
+    slow = run("fedavg", BASE, timing={"ends": [5.0 + 10 * n for n in range(31)]})
+    quick = run("ifca", {9: (0.1, 0.1), 29: (0.6, 0.7)})
+    assert "seconds" not in summary.compute_time_to_accuracy([slow, quick])[0]
+    ends = [100.0, *[None] * 9, *(110.0 + n for n in range(21))]
+    timed = run("ifca", {9: (0.1, 0.1), 29: (0.6, 0.7)}, timing={"ends": ends})
+    (row,) = summary.compute_time_to_accuracy([slow, timed])
+    assert (row["tta"], row["ratio"]) == (29.0, pytest.approx(19 / 29))
+    assert (row["seconds"], row["seconds_ratio"]) == (30.0, pytest.approx(200 / 30))
+
+
 def test_sosicfl_plus_is_timed_against_ditto():
     """Ditto's best mean is 0.3 in round 9, reached at once; Ditto itself is timed against FedAvg, and never arrives."""
     ditto = run("ditto", {9: (0.3, 0.3), 19: (0.2, 0.2)})

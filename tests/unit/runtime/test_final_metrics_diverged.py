@@ -16,7 +16,7 @@ from coterie.report.data import build_payload
 from coterie.report.data.curves import compute_mean_curve
 from coterie.report.data.packing import build_dense_table
 from coterie.report.page import render_client_table
-from coterie.results.equal_bytes import rank_at_equal_bytes
+from coterie.results.equal_budget import rank_at_equal_budget
 from coterie.results.gains import compute_client_gains, compute_study_gains
 from coterie.results.stored_runs import compute_test_curve, load_runs
 from coterie.runtime.final_metrics import compute_maxima, find_diverged
@@ -193,7 +193,7 @@ def test_trackers_average_whom_the_data_define_and_nobody_else(study):
 
 def test_methods_at_equal_bytes_are_not_ranked_without_whom_diverged(study):
     """ "Bad" is last, without a value."""
-    ranked = rank_at_equal_bytes(study)
+    ranked = rank_at_equal_budget(study)
     assert ranked.rows[-1].label == "Bad"
     assert math.isnan(ranked.rows[-1].value)
     assert all(math.isfinite(row.value) for row in ranked.rows[:-1])

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.selection import first_only, one_of_each_family
 
+from coterie.data.build import DataConfig
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError
 from coterie.exchange.faulty import Faulty
@@ -21,13 +22,16 @@ from coterie.methods.base import PeerMethod, average_models, draw_peers_uniforml
 from coterie.methods.random_gossip import Random
 from coterie.results.summary import count_client_rounds
 from coterie.rng import Rng
+from coterie.runtime.extensions import TimeExtension
+from coterie.runtime.loop import Loop
 from coterie.simulation import _asynchronous
 from coterie.simulation.run import reopen_loop, simulate
+from coterie.studies.definition import MethodConfig, StudyConfig
 from coterie.testing.tiny import build_task, tiny_federation, tiny_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*while clients start from different models")
 CLIENTS = 8
-NEW_METRICS = {"own_rounds", "idle_share", "staleness", "staleness_seconds"}
+NEW_METRICS = {"elapsed_seconds", "own_rounds", "idle_share", "staleness", "staleness_seconds"}
 PEERS = [kind for kind, method in METHODS.items() if issubclass(method, PeerMethod)]
 UNEVEN = {
     "round_seconds": {"kind": "lognormal", "median": 0.7, "sigma": 0.6},
@@ -123,6 +127,118 @@ def check_in_step(kind, order, changes):
         assert done["value"].min() < 5, "nobody stopped early"
     if len(free.edges):
         assert (free.edges["age"] == 0).all()
+
+
+# ---------------------------------------------------------------- in step, with times
+
+
+def times_of(result):
+    table = result.metrics
+    own = table[table["metric"].isin(["elapsed_seconds", "idle_share"])]
+    return own.set_index(["metric", "round", "client"])["value"]
+
+
+def go_in_step(kind, folder=None, **changes):
+    chosen = tiny_settings(**{"rounds": 3, "init": "per_client", **changes})
+    return simulate(
+        tiny_federation(CLIENTS), METHODS[kind](), model="linear", settings=chosen, seed=3, folder=folder, resume=True
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["random", "fedavg", "local"])
+def test_in_step_a_round_lasts_as_long_as_its_slowest_client(kind):
+    """Results are those without times; clients of 1 to 8 seconds wait for the one of 8."""
+    work = [float(client + 1) for client in range(CLIENTS)]
+    plain, timed = go_in_step(kind), go_in_step(kind, time={"round_seconds": work})
+    assert_equal_runs(plain, timed)
+    times = times_of(timed)
+    for number in range(3):
+        assert times["elapsed_seconds"].loc[number].tolist() == [8.0 * (number + 1)] * CLIENTS
+        assert times["idle_share"].loc[number].tolist() == pytest.approx(
+            [1 - seconds / 8 for seconds in work]
+        )
+
+
+def test_rounds_of_a_cohort_wait_for_the_cohort_alone():
+    """Against a sum over what the table says of who took part."""
+    work = [float(client + 1) for client in range(CLIENTS)]
+    result = go_in_step("fedavg", participation=3, rounds=5, time={"round_seconds": work})
+    elapsed, total = times_of(result)["elapsed_seconds"].unstack(), 0.0
+    for number in range(5):
+        there = elapsed.loc[number].dropna()
+        assert len(there) == 3
+        total += max(work[client] for client in there.index)
+        assert set(there) == {total}
+    assert total < 8 * 5, "the slowest took part in every round"
+
+
+def test_equal_speeds_take_as_long_in_step_as_without_waiting():
+    time = {"round_seconds": 0.25, "record_seconds": 0.25}
+    in_step = times_of(go_in_step("random", time=time))
+    free = times_of(go_in_step("random", schedule="asynchronous", time=time))
+    assert in_step["elapsed_seconds"].equals(free["elapsed_seconds"].loc[:2])
+
+
+def test_times_of_a_run_in_step_go_on_after_a_stop(tmp_path, monkeypatch):
+    time = {
+        "round_seconds": [1.0] * 7 + [2.5],
+        "jitter": 0.3,
+        "pause_share": 0.2,
+        "pause_seconds": 1.0,
+    }
+    whole = go_in_step("random", rounds=4, time=time)
+
+    class Stop(Exception):
+        pass
+
+    before = Loop.run_next_round
+
+    def stop(self):
+        if self.next_round == 2:
+            raise Stop
+        before(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Loop, "run_next_round", stop)
+        with pytest.raises(Stop):
+            go_in_step("random", tmp_path, rounds=4, time=time, checkpoint_seconds=0.0)
+    resumed = go_in_step("random", tmp_path, rounds=4, time=time, checkpoint_seconds=0.0)
+    assert times_of(whole).equals(times_of(resumed))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": "sequential"}, "expected it with schedule = 'synchronous' or 'asynchronous'"),
+        ({"new_clients": 2}, "they join after the last round, where virtual time ends"),
+    ],
+)
+def test_times_that_have_no_meaning_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        tiny_settings(time={}, **changes)
+
+
+def test_times_need_all_clients_in_one_process():
+    task = build_task().select_clients(torch.arange(2))
+    with pytest.raises(ConfigError, match="needs one process that hosts all clients"):
+        TimeExtension(tiny_settings(time={})).start(task, Rng(0), torch.zeros(2, 3))
+
+
+def test_a_study_may_hold_methods_in_step_and_methods_that_do_not_wait():
+    """Both are on one axis of time; rounds without times are not."""
+    time = {"round_seconds": 2.0}
+    settings = tiny_settings(time=time)
+    free = {"schedule": "asynchronous", "time": {**time, "record_seconds": 3.0}}
+    timed = MethodConfig("in step", Random(2), settings)
+    study = StudyConfig(
+        "both",
+        DataConfig(dataset="digits"),
+        (timed, MethodConfig("free", Random(2), tiny_settings(**free))),
+    )
+    assert len(study.methods) == 2
+    plain = MethodConfig("no times", Random(2), tiny_settings())
+    with pytest.raises(ConfigError, match="is one of all clients, and of 'free' 3 seconds"):
+        replace(study, methods=(timed, plain, study.methods[1]))
 
 
 # ---------------------------------------------------------------- one by one
@@ -416,8 +532,7 @@ def test_a_run_can_be_made_longer(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"time": None}, "time is None; expected it with schedule = 'asynchronous' alone"),
-        ({"schedule": "sequential"}, "expected it with schedule = 'asynchronous' alone"),
+        ({"time": None}, "time is None; expected it with schedule = 'asynchronous'"),
         ({"participation": 0.5}, "participation is set; with schedule = 'asynchronous' it is not"),
         ({"new_clients": 2}, "new_clients is set"),
         ({"validate_every": 2}, "each client validates after each of its own rounds"),

@@ -3,19 +3,20 @@
 /* An axis of shares does not go beyond 0 and 1 where only a band does. */
 const SHARE = { min: ({ min }) => (min < 0 ? 0 : null), max: ({ max }) => (max > 1 ? 1 : null) };
 
-function curveOption(data, curves, group, bands, zoom = false) {
+function curveOption(data, curves, group, bands, zoom = false, by = "rounds") {
   const { split } = curves[0];
   const metric = metricOf(data, curves[0].metric);
+  const [xname, interval] = by === "rounds" ? ["round", { minInterval: 1 }] : ["second", {}];
   return {
-    xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
+    xAxis: axis(xname, { type: "value", min: "dataMin", max: "dataMax", ...interval, splitLine: { show: false } }),
     yAxis: axis(titled(metric, split), { type: "value", scale: true, nameGap: 44, ...(metric.unit === "%" ? SHARE : {}),
       axisLabel: { color: css("--muted"), formatter: tick(metric) } }),
-    tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(metric, "round") },
+    tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(metric, xname) },
     dataZoom: zoom ? [{ type: "inside", filterMode: "none" }] : [],
     series: curves.flatMap((curve) => {
       const [m, s] = [page.unpacked.get(curve.mean).values, page.unpacked.get(curve.std).values];
       const at = group * curve.rounds.length;
-      const points = curve.rounds.map((r, i) => [r, m[at + i], s[at + i]]);
+      const points = curve[by].map((x, i) => [x, m[at + i], s[at + i]]);
       return banded(data.methods[curve.method].label, points, methodColor(curve.method), methodDash(curve.method), bands);
     }),
   };
@@ -48,7 +49,9 @@ page.views.push({
     const groups = [[0, "all clients (mean)"]];
     if (data.clusters.length) groups.push([1, "clusters (mean, equal weight)"]);
     data.clusters.forEach((cluster, i) => groups.push([2 + i, cluster.name]));
-    const state = kept("curves", { kind: 0, group: 0, bands: true, small: false });
+    // Rounds of methods that do not wait for each other differ in length.
+    const timed = data.curves.every((curve) => curve.seconds);
+    const state = kept("curves", { kind: 0, group: 0, bands: true, small: false, by: timed ? "seconds" : "rounds" });
     for (const curve of data.curves) { await unpack(curve.mean); await unpack(curve.std); }
     const box = h("div");
 
@@ -57,7 +60,7 @@ page.views.push({
     function one(group, height, place) {
       chart(place, {
         height, alt: curveSentence(data, chosen(), group, groups[group][1]),
-        option: () => curveOption(data, chosen(), group, state.bands, !state.small),
+        option: () => curveOption(data, chosen(), group, state.bands, !state.small, state.by),
       });
     }
 
@@ -84,6 +87,7 @@ page.views.push({
     root.append(h("h2", {}, "Learning curves"), h("div", { class: "controls" },
       select("What", kinds.map((c, i) => [i, titled(metricOf(data, c.metric), c.split)]), (v) => { state.kind = Number(v); redraw(); }, state.kind),
       select("Over", groups, (v) => { state.group = Number(v); redraw(); }, state.group),
+      timed ? select("By", [["seconds", "time"], ["rounds", "rounds"]], (v) => { state.by = v; redraw(); }, state.by) : null,
       groups.length > 2 ? checkbox("one chart per cluster", state.small, (on) => { state.small = on; redraw(); }) : null,
       checkbox("bands", state.bands, (on) => { state.bands = on; redraw(); })), box);
     redraw();

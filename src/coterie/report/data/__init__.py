@@ -22,7 +22,7 @@ from coterie.report.data.packing import sample_clients
 from coterie.report.data.reads import build_labels, build_reads
 from coterie.results import pairs, tables
 from coterie.results.coverage import describe_coverage, describe_skipped_rounds
-from coterie.results.equal_bytes import rank_runs
+from coterie.results.equal_budget import rank_runs
 from coterie.results.gains import compute_gains
 from coterie.results.pairs import Pair
 from coterie.results.selection import select_charted_runs
@@ -77,7 +77,10 @@ def build_payload(
     client_names = merge_client_names(runs)
     called = [client_names.get(client) for client in range(population)]
     results = summarize_runs(runs, folder, problems)
-    ranking = rank_runs(runs, problems, folder, whole=results)
+    rankings = [rank_runs(runs, problems, folder, whole=results)]
+    timed = [run for run in runs if run.elapsed_seconds is not None]
+    if len(timed) == len(runs):
+        rankings.append(rank_runs(runs, problems, folder, unit="seconds", whole=results))
     # Without clusters a mean over clusters is the mean over clients.
     if not names:
         for part in ("rows", "pairs"):
@@ -109,11 +112,15 @@ def build_payload(
             "reads": build_reads(alike, cluster),
             "labels": build_labels(alike, cluster),
             "cost": compute_costs(alike, metric),
-            "equal_bytes": {
-                **asdict(ranking),
-                "heading": ranking.heading,
-                "caveat": ranking.caveat,
-            },
+            "equal": [
+                {
+                    **asdict(ranking),
+                    "heading": ranking.heading,
+                    "caveat": ranking.caveat,
+                    "verdicts": ranking.verdicts,
+                }
+                for ranking in rankings
+            ],
             "provenance": [_describe_provenance(run) for run in runs],
             "clients": build_client_data(alike, metric, cluster),
             "data": description,

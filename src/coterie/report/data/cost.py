@@ -7,9 +7,8 @@ import numpy as np
 import pandas as pd
 
 from coterie.functional.metrics import COSTS
-from coterie.report.data.curves import compute_mean_curve
+from coterie.report.data.curves import compute_mean_curve, mean_used
 from coterie.report.data.packing import thin_indices
-from coterie.results.equal_bytes import compute_bytes_per_client
 from coterie.results.stored_runs import StoredRun
 from coterie.results.traffic import count_traffic
 
@@ -28,7 +27,8 @@ def compute_costs(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[
         An entry per method: totals of `received` bytes, `sent` (to a server), `bytes` (both),
         `reads`, `missing`, what the method counted itself (`counted`, by name; None when it did
         not), `train_samples` and `wall_s` of the whole run, the number of `seeds`, and over
-        `rounds` the cumulative bytes `spent` and the metric `reached`.
+        `rounds` the cumulative bytes `spent`, the `seconds` (None without times) and the metric
+        `reached`.
     """
     costs = []
     for place, runs in enumerate(groups.values()):
@@ -40,7 +40,8 @@ def compute_costs(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[
 def _compute_method_cost(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
     rounds, reached = compute_mean_curve(runs, "validation", metric)
     shown = thin_indices(len(rounds), MOST_POINTS) if len(rounds) else np.zeros(0, dtype=np.int64)
-    spent = np.mean([_cumulative_bytes(run, rounds) for run in runs], axis=0)
+    spent = mean_used(runs, rounds[shown], "bytes")
+    assert spent is not None  # of every run, unlike times
     per_run = pd.DataFrame(list(map(_compute_run_cost, runs)))
     means = {name: float(np.mean(per_run[name].to_numpy())) for name in per_run.columns}
     return {
@@ -51,7 +52,8 @@ def _compute_method_cost(runs: Sequence[StoredRun], metric: str) -> dict[str, An
         "train_samples": means["train_samples"],
         "wall_s": means["wall_s"],
         "rounds": rounds[shown].tolist(),
-        "spent": spent[shown].tolist(),
+        "spent": spent,
+        "seconds": mean_used(runs, rounds[shown], "seconds"),
         "reached": reached[shown].tolist(),
     }
 
@@ -71,13 +73,6 @@ def _compute_run_cost(run: StoredRun) -> dict[str, float]:
         "train_samples": timing.get("train_samples", np.nan) / clients,
         "wall_s": timing.get("wall_s", np.nan),
     }
-
-
-def _cumulative_bytes(run: StoredRun, rounds: np.ndarray) -> np.ndarray:
-    """Return the bytes per client up to each round; after the run's end, its total."""
-    # Entry r + 1 is the total after round r; entry 0 is the warm-up, round -1, with 0 bytes.
-    totals = np.concatenate([[0.0], compute_bytes_per_client(run)])
-    return totals[np.minimum(rounds + 1, len(totals) - 1)]
 
 
 def _mean_counted_total(runs: Sequence[StoredRun], name: str) -> float | None:

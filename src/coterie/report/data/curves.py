@@ -17,6 +17,7 @@ from coterie.report.data.packing import (
     sample_clients,
     thin_indices,
 )
+from coterie.results.equal_budget import Unit, count_used
 from coterie.results.gains import compute_client_gains
 from coterie.results.selection import select_compared_runs
 from coterie.results.stored_runs import StoredRun
@@ -32,7 +33,7 @@ def build_curves(
 
     Returns:
         One entry per method, split and metric, with mean and deviation over seeds as arrays of
-        (2 + clusters) x rounds.
+        (2 + clusters) x rounds, and the `seconds` of the rounds where runs have times.
     """
     out = []
     members = [np.flatnonzero(cluster == c) for c in ids]
@@ -59,12 +60,33 @@ def build_curves(
                     "split": split,
                     "metric": metric,
                     "rounds": rounds[shown].tolist(),
+                    "seconds": mean_used(runs, rounds[shown], "seconds"),
                     "mean": pack_array(mean, "q16"),
                     "std": pack_array(spread, "q16"),
                     "seeds": len(tables),
                 }
             )
     return out
+
+
+def mean_used(
+    runs: Sequence[StoredRun], rounds: Int[np.ndarray, " rounds"], unit: Unit
+) -> list[float] | None:
+    """Return what a client has used up to some rounds, mean over runs; None for unknown seconds.
+
+    Args:
+        runs: of one method.
+        rounds: ascending; after a run's end it has used its total.
+        unit: bytes or seconds.
+    """
+    if unit == "seconds" and any(run.elapsed_seconds is None for run in runs):
+        return None
+    found = []
+    for run in runs:
+        # Entry r + 1 is the total after round r; entry 0 is the warm-up, round -1, with nothing.
+        totals = np.concatenate([[0.0], count_used(run, unit)])
+        found.append(totals[np.minimum(rounds + 1, len(totals) - 1)])
+    return np.mean(found, axis=0).tolist()
 
 
 def _find_recorded_metrics(runs: Sequence[StoredRun]) -> list[tuple[str, str]]:

@@ -7,8 +7,9 @@ import pandas as pd
 import pytest
 
 from coterie._util import manifest
+from coterie.errors import DataError
 from coterie.results import summary
-from coterie.results.equal_bytes import rank_at_equal_bytes
+from coterie.results.equal_budget import rank_at_equal_budget
 from coterie.runtime.record import EDGE_COLUMNS
 
 BOTH = ("validation", "test")
@@ -84,7 +85,7 @@ def test_methods_are_ranked_when_they_have_received_the_same(tmp_path):
     write_run(tmp_path, "thrifty", [0.1, 0.3, 0.6, 0.5], per_round=10)
     write_run(tmp_path, "dear", [0.2, 0.4, 0.8, 0.9], per_round=10, counted=(10, 0, 0))
     write_run(tmp_path, "alone", [0.3, 0.6, 0.1, 0.1])
-    found = rank_at_equal_bytes(tmp_path)
+    found = rank_at_equal_budget(tmp_path)
     assert (found.budget, found.split, found.model, found.metric) == (
         40,
         "validation",
@@ -104,7 +105,7 @@ def test_the_best_model_is_chosen_on_validation_data_and_scored_on_test_data(tmp
     """
     write_run(tmp_path, "A", [0.1, 0.9, 0.7, 0.95], [0.1, 0.6, 0.8, 0.3], per_round=10)
     write_run(tmp_path, "thrifty", [0.1, 0.1], [0.2, 0.2], per_round=15)
-    found = rank_at_equal_bytes(tmp_path)
+    found = rank_at_equal_budget(tmp_path)
     assert (found.split, found.model) == ("test", "best")
     assert told(found) == [("A", 3, 30, 0.6), ("thrifty", 2, 30, 0.2)]
     assert found.heading == "test accuracy in % of each client's best model by validation"
@@ -120,7 +121,7 @@ def test_a_whole_run_has_the_number_of_the_final_evaluation(tmp_path):
         for row in summary.summarize_study(tmp_path)["rows"]
         if row["metric"] == "accuracy"
     }
-    assert {row.label: row.value for row in rank_at_equal_bytes(tmp_path).rows} == pytest.approx(
+    assert {row.label: row.value for row in rank_at_equal_budget(tmp_path).rows} == pytest.approx(
         rows
     )
     assert rows == {"A": 0.6, "B": 0.25}
@@ -130,13 +131,13 @@ def test_later_rounds_than_the_budget_choose_nothing(tmp_path):
     """The dear one has had two rounds of four when the bytes are used: its best validation is in round 0 of them."""
     write_run(tmp_path, "thrifty", [0.1, 0.2], [0.3, 0.4], per_round=20)
     write_run(tmp_path, "dear", [0.5, 0.4, 0.9, 0.9], [0.7, 0.1, 0.9, 0.9], per_round=20)
-    assert told(rank_at_equal_bytes(tmp_path)) == [("dear", 2, 40, 0.7), ("thrifty", 2, 40, 0.4)]
+    assert told(rank_at_equal_budget(tmp_path)) == [("dear", 2, 40, 0.7), ("thrifty", 2, 40, 0.4)]
 
 
 def test_where_the_last_model_is_evaluated_in_the_end_it_is_evaluated_here(tmp_path):
     """`evaluate = "final"`: the newest model, whatever validation says."""
     write_run(tmp_path, "A", [0.9, 0.2], [0.8, 0.3], per_round=10, evaluate="final")
-    found = rank_at_equal_bytes(tmp_path)
+    found = rank_at_equal_budget(tmp_path)
     assert (found.model, found.split) == ("current", "test")
     assert told(found) == [("A", 2, 20, 0.3)]
 
@@ -148,7 +149,7 @@ def test_of_losses_the_lowest_comes_first(tmp_path):
     write_run(
         tmp_path, "none", [0.8, 0.8], [0.8, math.nan], per_round=10, classes=False, loss=[0.5, 0.2]
     )
-    found = rank_at_equal_bytes(tmp_path)
+    found = rank_at_equal_budget(tmp_path)
     assert found.metric == "loss"
     assert told(found)[:2] == [("low", 2, 20, 0.2), ("high", 2, 20, 0.7)]
     assert found.rows[2].label == "none"
@@ -161,7 +162,7 @@ def test_what_goes_to_and_from_a_server_is_counted(tmp_path):
     """A server's client receives 6 and sends 4 bytes a round: as much as one that reads 10 from peers."""
     write_run(tmp_path, "peers", [0.1, 0.3], per_round=10)
     write_run(tmp_path, "server", [0.2, 0.4, 0.8, 0.9], counted=(0, 6, 4))
-    found = rank_at_equal_bytes(tmp_path)
+    found = rank_at_equal_budget(tmp_path)
     assert found.budget == 20
     assert [(row.label, row.rounds, row.used) for row in found.rows] == [
         ("server", 2, 20),
@@ -174,10 +175,60 @@ def test_the_seeds_are_those_that_all_have(tmp_path):
     write_run(tmp_path, "A", [0.2, 0.2], [0.2, 0.2], per_round=10, seed=0)
     write_run(tmp_path, "A", [0.6, 0.6], [0.6, 0.6], per_round=10, seed=1)
     write_run(tmp_path, "B", [0.5, 0.5], [0.5, 0.5], per_round=10, seed=1)
-    found = rank_at_equal_bytes(tmp_path)
+    found = rank_at_equal_budget(tmp_path)
     assert [(row.label, row.value, row.std, row.seeds) for row in found.rows] == [
         ("A", 0.6, None, 1), ("B", 0.5, None, 1)
     ]  # fmt: skip
     assert found.describe_coverage() == [
         "Means are over the seeds that all have: 1; left out: A 0."
     ]
+
+
+# ---------------------------------------------------------------- equal time
+
+
+def put_on_time(folder, seconds):
+    """Give a run that was written rounds that last so many seconds each."""
+    table = pd.read_parquet(folder / "metrics.parquet")
+    rows = table[(table["split"] == "validation") & (table["metric"] == "loss")].copy()
+    rows["split"], rows["metric"] = "train", "elapsed_seconds"
+    rows["value"] = [sum(seconds[: number + 1]) for number in rows["round"]]
+    whole = pd.concat([table, rows], ignore_index=True)
+    whole.to_parquet(folder / "metrics.parquet")
+    name = "metrics.parquet"
+    manifest.replace_files(folder, {name: (folder / name).read_bytes()})
+
+
+def test_methods_are_ranked_after_the_same_time(tmp_path):
+    """The quick one is over after 4 s; by then the slow one, whose rounds last 2 and 3 s, has had one."""
+    put_on_time(write_run(tmp_path, "quick", [0.1, 0.3, 0.6, 0.5]), [1, 1, 1, 1])
+    put_on_time(write_run(tmp_path, "slow", [0.2, 0.9]), [2, 3])
+    found = rank_at_equal_budget(tmp_path, unit="seconds")
+    assert (found.unit, found.budget) == ("seconds", 4)
+    assert told(found) == [("quick", 4, 4, 0.5), ("slow", 1, 2, 0.2)]
+    later = rank_at_equal_budget(tmp_path, 5.0, unit="seconds")
+    assert told(later) == [("slow", 2, 5, 0.9), ("quick", 4, 4, 0.5)]
+    early = rank_at_equal_budget(tmp_path, 1.5, unit="seconds")
+    assert told(early)[0] == ("quick", 1, 1, 0.1)
+    assert math.isnan(early.rows[1].value)
+    assert early.pairs == [], "of what is not measured there is no difference"
+
+
+def test_methods_are_paired_at_equal_time_by_seed(tmp_path):
+    """At 4 s the quick one is better by 0.3, 0.2 and 0.4: Student's interval of these, by hand."""
+    for seed, value in enumerate((0.5, 0.4, 0.6)):
+        put_on_time(write_run(tmp_path, "quick", [0.1, value], seed=seed), [2, 2])
+        put_on_time(write_run(tmp_path, "slow", [0.2, 0.9], seed=seed), [3, 3])
+    (pair,) = rank_at_equal_budget(tmp_path, unit="seconds").pairs
+    assert (pair.method_a, pair.method_b, pair.seeds) == ("quick", "slow", 3)
+    assert pair.difference == pytest.approx(0.3)
+    # 4.3027 is Student's quantile for two degrees of freedom, 0.1 the deviation of the three
+    assert pair.high - pair.low == pytest.approx(2 * 4.3027 * 0.1 / 3**0.5, rel=1e-4)
+    (pair,) = rank_at_equal_budget(tmp_path, unit="seconds", baseline="quick").pairs
+    assert (pair.method_a, pair.difference) == ("slow", pytest.approx(-0.3))
+
+
+def test_runs_without_times_are_not_ranked_by_time(tmp_path):
+    write_run(tmp_path, "A", [0.1, 0.2])
+    with pytest.raises(DataError, match="has no times"):
+        rank_at_equal_budget(tmp_path, unit="seconds")
