@@ -29,9 +29,9 @@ ENGINES: dict[str, type[Engine]] = {
     "compiled": CompiledEngine,
 }
 
-# Predicted seconds, fitted to the models of docs/reference/runs/performance/models.json within a
-# factor of two. Building a program: to begin, for a node of its graphs, for a convolution in them.
-_BUILD, _BUILD_NODE, _BUILD_CONVOLUTION = 1.5, 0.0125, 0.3
+# Predicted seconds, within a factor of two of what benchmarks/building.py measures. Building a
+# program: to begin, for a node of its graphs, for a convolution in them.
+_BUILD, _BUILD_NODE, _BUILD_CONVOLUTION = 2.3, 0.004, 0.1
 # What a program saves: a node of the graph of a step is a call of PyTorch, whatever the batch, and
 # a product of a sample in the forward pass is faster, together with two in the backward pass.
 _CALL, _PRODUCT = 4e-6, 5e-11
