@@ -62,7 +62,7 @@ def main(words: Sequence[str] | None = None) -> None:
         os.environ["COTERIE_CACHE"] = cache
         rows = [build(name, ZOO[name]) for name in options.only]
     settings = {name: value for name, value in vars(options).items() if name != "out"}
-    write_results(options.out, rows, ("engine", "models"), settings, order=None)
+    write_results(options.out, rows, ("engine", "models"), settings, order=51)
 
 
 if __name__ == "__main__":
