@@ -340,8 +340,10 @@ def count_outcomes(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any
     return counted
 
 
-def join_results(files: Sequence[Path]) -> dict[str, Any]:
+def join_results(files: Sequence[Path], root: Path) -> dict[str, Any]:
     """Return the stored content of packages that several commands have tried.
+
+    A survivor that has been found, and listed, to be the same program since then counts as such.
 
     Raises:
         Unusable: when they are not of one commit, one seed and one number of faults.
@@ -365,6 +367,11 @@ def join_results(files: Sequence[Path]) -> dict[str, Any]:
         first["config"]["packages"] += origin["config"]["packages"]
         first["speaks_of"] = sorted(first["speaks_of"] + origin["speaks_of"])
         joined["results"] += part["results"]
+    reasons = load_reasons(root)
+    for row in joined["results"]:
+        reason = reasons.get((row["file"], row["before"], row["after"]))
+        if row["outcome"] == "survived" and reason is not None:
+            row |= {"outcome": "equivalent", "reason": reason}
     names = " ".join(first["config"]["packages"])
     seed, count = first["seeds"][0], first["config"]["count"]
     # One command gives the same: the sample of a package depends on no other.
@@ -415,7 +422,7 @@ def main(words: Sequence[str] | None = None) -> int:
     path = arguments.out or root / STORED
     if arguments.join:
         try:
-            content = join_results(arguments.join)
+            content = join_results(arguments.join, root)
         except mutants.Unusable as error:
             print(error, file=sys.stderr)
             return 2

@@ -174,6 +174,20 @@ def test_packages_that_were_tried_apart_are_joined_to_what_one_command_stores(tm
 
     files = [part("net", ["noticed", "survived"]), part("cluster", ["noticed", "equivalent"])]
     out = tmp_path / "stored" / "all.json"
+    listed = tmp_path / sampled_mutants.EQUIVALENT / "own.toml"
+    listed.parent.mkdir(parents=True)
+    there = ["--root", str(tmp_path)]
+    entry = "[[change]]\nfile = 'f.py'\nbefore = 'a'\nafter = 'b'\nreason = 'it is the same'\n"
+    listed.write_text(entry)
+    # What was noticed is no program of the same kind, whatever a list says.
+    assert sampled_mutants.main(["--join", *files, "--out", str(out), *there]) == 0
+    stored = json.loads(out.read_text())
+    assert [row["outcome"] for row in stored["results"]] == [
+        "noticed", "equivalent", "noticed", "equivalent",
+    ]  # fmt: skip
+    assert stored["results"][1]["reason"] == "it is the same"
+    assert stored["totals"]["net"]["kill_rate"] == 1.0
+    capsys.readouterr()
     assert sampled_mutants.main(["--join", *files, "--out", str(out)]) == 1, "net has a half"
     stored = json.loads(out.read_text())
     assert stored["origin"]["config"] == {"packages": ["net", "cluster"], "count": 2}
