@@ -185,7 +185,7 @@ def compare_studies(
         for one in across:
             if one.metric is not None and one.pairs:
                 shown.append(_tables.build_pairs_table(one.pairs, one.metric))
-            notes += one.notes
+            notes += one.verdicts
         found = [*found, *across]
     if json_:
         content = [comparing.to_json(one) for one in found]

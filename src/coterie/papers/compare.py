@@ -21,7 +21,7 @@ from coterie.methods.cost import CostSetting
 from coterie.papers import numbers
 from coterie.papers.numbers import PublishedNumber
 from coterie.results import conditions, coverage, pairs, stored_runs, summary
-from coterie.results.across import CrossComparison, compare_across
+from coterie.results.across import CrossComparison, compare_across, correct_together
 from coterie.results.coverage import find_common_seeds, format_seed_ranges
 from coterie.results.equal_budget import EqualBudget
 from coterie.results.pairs import Pair
@@ -391,9 +391,9 @@ def compare_each_two(
     cluster: str = "all",
     share: float = 0.0,
 ) -> list[CrossComparison]:
-    """Compare each two studies with each other; see `results.across`.
+    """Compare each two studies with each other, corrected for all of these pairs.
 
-    The arguments are those of `compare_in_pairs`.
+    See `results.across`. The arguments are those of `compare_in_pairs`.
     """
     found = []
     for a, b in combinations(results, 2):
@@ -418,7 +418,7 @@ def compare_each_two(
                     *sides, metric=metric, cluster=cluster, baseline=baseline, share=share
                 )
             )
-    return found
+    return correct_together(found)
 
 
 def _describe_verdicts(
@@ -914,7 +914,7 @@ def to_json(
         return {
             "studies": list(value.studies),
             "pairs": pairs.pairs_to_json(value.pairs),
-            "verdicts": list(value.notes),
+            "verdicts": value.verdicts,
         }
     # First: it contains a StudyResult, whose own JSON it extends.
     if isinstance(value, PairComparison):

@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 from coterie.functional.metrics import Metric
@@ -24,13 +25,20 @@ class CrossComparison:
         studies: the names of the two.
         metric: by which they are compared; None where nothing can be.
         pairs: of a method of the first and one of the second, corrected for their number.
-        notes: what differs between the studies, what is established, and what stands in the way.
+        notes: what differs between the studies, and what stands in the way.
     """
 
     studies: tuple[str, str]
     metric: Metric | None
     pairs: Sequence[Pair]
     notes: Sequence[str]
+
+    @property
+    def verdicts(self) -> list[str]:
+        """The notes, and what is established of each pair."""
+        if self.metric is None:
+            return [*self.notes]
+        return [*self.notes, *(pairs.describe_pair(pair, self.metric) for pair in self.pairs)]
 
 
 def compare_across(
@@ -91,15 +99,27 @@ def compare_across(
     own = pairs.select_pairs(found, metric=known.name, cluster=cluster, share=share)
     both = f"{names[0]} and {names[1]}"
     notes = [f"{both}: {_list_texts(differences)}."] if differences else []
+    if _have_other_data(groups) and not any(path.startswith("data.") for path, *_ in differences):
+        notes.append(f"{both}: their data differ, though their settings of data do not.")
     for label in shared:
         own_methods = [_find_method(group, label) for group in groups]
         if changed := _list_differences(own_methods[0], own_methods[1], ignored):
             notes.append(f"{both}: {label}: {_list_texts(changed)}.")
-    notes += [pairs.describe_pair(pair, known) for pair in own]
     if not own:
         over = describe_clients(cluster)
         notes.append(f"{both}: there is no pair of methods to compare by {known.name} {over}.")
     return CrossComparison(names, known, own, notes)
+
+
+def correct_together(found: Sequence[CrossComparison]) -> list[CrossComparison]:
+    """Correct for the pairs of all comparisons, which are read as one."""
+    counts = [len(one.pairs) for one in found]
+    corrected = pairs.correct_p_values([pair for one in found for pair in one.pairs])
+    ends = accumulate(counts)
+    out = []
+    for one, count, end in zip(found, counts, ends, strict=True):
+        out.append(replace(one, pairs=corrected[end - count : end]))
+    return out
 
 
 def _find_obstacle(names: tuple[str, str], groups: Sequence[Sequence[StoredRun]]) -> str:
@@ -123,6 +143,16 @@ def _find_obstacle(names: tuple[str, str], groups: Sequence[Sequence[StoredRun]]
                     f"with seed {one.seed} they have other clients, or clients in other clusters."
                 )
     return ""
+
+
+def _have_other_data(groups: Sequence[Sequence[StoredRun]]) -> bool:
+    """Whether runs of two studies noted other data for one seed: a file or a function changed."""
+    digests = [{run.seed: run.provenance.get("data") for run in group} for group in groups]
+    for seed, digest in digests[0].items():
+        other = digests[1].get(seed)
+        if digest and other and digest != other:  # runs of nodes note none
+            return True
+    return False
 
 
 def describe_clients(cluster: str) -> str:

@@ -164,7 +164,7 @@ def compare_pairs(
             )
             if pair is not None:
                 pairs.append(pair)
-        out += _correct_p_values(pairs)
+        out += correct_p_values(pairs)
     return out
 
 
@@ -264,7 +264,7 @@ def _negate(value: float | None) -> float | None:
     return None if value is None else -value
 
 
-def _correct_p_values(pairs: Sequence[Pair]) -> list[Pair]:
+def correct_p_values(pairs: Sequence[Pair]) -> list[Pair]:
     """Correct p values for the number of pairs, and estimate the seeds each needs."""
     # None becomes NaN, which the correction leaves out.
     values = np.array([pair.p for pair in pairs], dtype=float)
@@ -307,7 +307,7 @@ def select_pairs(
     if baseline is not None:
         own = [pair for pair in own if baseline in pair.key]
         own = [pair.swap_methods() if pair.method_a == baseline else pair for pair in own]
-    return _correct_p_values([_widen_interval(pair, overlap_from_share(share)) for pair in own])
+    return correct_p_values([_widen_interval(pair, overlap_from_share(share)) for pair in own])
 
 
 def _widen_interval(pair: Pair, overlap: float) -> Pair:

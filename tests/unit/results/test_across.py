@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coterie.results.across import compare_across
+from coterie.results.across import compare_across, correct_together
 from coterie.results.stored_runs import load_runs
 
 
@@ -124,3 +124,42 @@ def test_which_metrics_are_computed_is_no_difference(study):
     found = compare_across((name, more), b)
     assert found.notes[0] == "a and b: rounds is 5 and 9."
     assert found.pairs[0].method_a == "DAC (rounds=9)"
+
+
+def test_three_studies_are_corrected_for_the_pairs_of_all(study):
+    """One label in three studies makes three pairs; in the smallest p value none is left out."""
+    noisy = {0: [0.55, 0.66, 0.71, 0.88], 1: [0.41, 0.64, 0.79, 0.9]}
+    better = {0: [0.6, 0.7, 0.8, 0.9], 1: [0.5, 0.7, 0.9, 0.94]}
+    one, two, three = (study(n, {"A": v}) for n, v in (("a", ONE), ("b", noisy), ("c", better)))
+    alone = [compare_across(*sides) for sides in ((one, two), (one, three), (two, three))]
+    raw = [found.pairs[0].p for found in alone]
+    assert [found.pairs[0].p_corrected for found in alone] == raw
+    together = correct_together(alone)
+    # Holm's rule by hand: times 3, 2 and 1 from the smallest on, and never falling.
+    expected, least = {}, 0.0
+    for place, value in enumerate(sorted(raw)):
+        least = max(least, min(1.0, (3 - place) * value))
+        expected[value] = least
+    assert [found.pairs[0].p_corrected for found in together] == pytest.approx(
+        [expected[value] for value in raw]
+    )
+    assert [found.studies for found in together] == [("a", "b"), ("a", "c"), ("b", "c")]
+    # The verdict speaks of the corrected value: what one pair alone establishes, three do not.
+    assert [found.pairs[0].established for found in alone] == [False, True, False]
+    assert not any(found.pairs[0].established for found in together)
+    assert together[1].verdicts != alone[1].verdicts
+
+
+def test_other_data_of_the_same_settings_are_said(study):
+    """A file or a function of the user's was changed between the two studies."""
+
+    def note(runs, digest):
+        return [replace(run, provenance={**run.provenance, "data": digest}) for run in runs]
+
+    a, b = study("a", {"DAC": ONE}), study("b", {"DAC": BETTER})
+    line = "a and b: their data differ, though their settings of data do not."
+    found = compare_across(("a", note(a[1], "1f")), ("b", note(b[1], "2e")))
+    assert found.notes == [line]
+    assert len(found.pairs) == 1
+    assert compare_across(("a", note(a[1], "1f")), ("b", note(b[1], "1f"))).notes == []
+    assert compare_across(("a", note(a[1], "1f")), b).notes == []
