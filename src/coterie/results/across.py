@@ -16,6 +16,8 @@ from coterie.results.summary import compare_methods
 _NO_DIFFERENCE = ("checkpoint_seconds", "check", "record_similarities", "block", "cuda_graphs")
 _MOST_DIFFERENCES = 3  # settings that a name or a note lists; more are counted
 
+_Difference = tuple[str, Any, Any]  # the path of a setting, and its values in two studies
+
 
 @dataclass(frozen=True)
 class CrossComparison:
@@ -79,32 +81,42 @@ def compare_across(
     own_settings = {key for group in groups for run in group for key in run.method_settings}
     own_settings -= {"kind", "label", "paper"}
     titles = _name_studies(names, differences, own_settings)
-    # Methods of both studies may have one label: the names of the studies keep them apart.
-    renamed = []
-    for title, group in zip(titles, groups, strict=True):
-        renamed += [_rename_run(run, f"{run.label} ({title})") for run in group]
     shared = [label for label in labels[0] if label in labels[1]]
     if baseline is not None:
         shared = [label for label in shared if label == baseline]
+    changed = dict[str, list[_Difference]]()
+    for label in shared:
+        own_methods = [_find_method(group, label) for group in groups]
+        changed[label] = _list_differences(own_methods[0], own_methods[1], ignored)
+    # Methods of both studies may have one label: what is behind it keeps them apart.
+    called: list[dict[str, str]] = []
+    for place in (0, 1):
+        behind = dict.fromkeys(labels[place], titles[place])
+        # Studies that are equal but for a method: that one is named by its own settings.
+        if not differences:
+            behind |= {one: _name_methods(names, own)[place] for one, own in changed.items()}
+        called.append({label: f"{label} ({title})" for label, title in behind.items()})
+    renamed = []
+    for name_of, group in zip(called, groups, strict=True):
+        renamed += [_rename_run(run, name_of[run.label]) for run in group]
     # Without an order, since a pair has the better method first.
     wanted = set()
     for a in labels[0]:
         for b in labels[1]:
             if (a == b and a in shared) or (not shared and baseline is None):
-                wanted.add(frozenset((f"{a} ({titles[0]})", f"{b} ({titles[1]})")))
+                wanted.add(frozenset((called[0][a], called[1][b])))
     known = collect_metrics(renamed)[name]
     clusters = {int(cluster) for cluster in groups[0][0].client_clusters.unique() if cluster >= 0}
-    called = load_cluster_names(groups[0][0].folder.parent.parent, clusters)
-    found = [pair for pair in compare_methods(renamed, called) if pair.key in wanted]
+    planted = load_cluster_names(groups[0][0].folder.parent.parent, clusters)
+    found = [pair for pair in compare_methods(renamed, planted) if pair.key in wanted]
     own = pairs.select_pairs(found, metric=known.name, cluster=cluster, share=share)
     both = f"{names[0]} and {names[1]}"
     notes = [f"{both}: {_list_texts(differences)}."] if differences else []
     if _have_other_data(groups) and not any(path.startswith("data.") for path, *_ in differences):
         notes.append(f"{both}: their data differ, though their settings of data do not.")
-    for label in shared:
-        own_methods = [_find_method(group, label) for group in groups]
-        if changed := _list_differences(own_methods[0], own_methods[1], ignored):
-            notes.append(f"{both}: {label}: {_list_texts(changed)}.")
+    for label, own_differences in changed.items():
+        if own_differences:
+            notes.append(f"{both}: {label}: {_list_texts(own_differences)}.")
     if not own:
         over = describe_clients(cluster)
         notes.append(f"{both}: there is no pair of methods to compare by {known.name} {over}.")
@@ -180,7 +192,7 @@ def _rename_run(run: StoredRun, label: str) -> StoredRun:
 
 def _list_differences(
     a: Mapping[str, Any], b: Mapping[str, Any], ignored: Sequence[str]
-) -> list[tuple[str, Any, Any]]:
+) -> list[_Difference]:
     """Return the settings outside the methods in which two runs differ, with both values."""
     flat = [dict(_iterate_settings("", one)) for one in (a, b)]
     out = []
@@ -196,6 +208,9 @@ def _iterate_settings(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[s
         path = f"{prefix}{key}"
         if path in ("name", "description", "paper", "seeds", "methods"):
             continue
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            # by number, as in --set: data.shift.0.concentration_per_class
+            value = {str(place): item for place, item in enumerate(value)}
         if isinstance(value, dict):
             yield from _iterate_settings(f"{path}.", value)
         else:
@@ -203,9 +218,7 @@ def _iterate_settings(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def _name_studies(
-    names: tuple[str, str],
-    differences: Sequence[tuple[str, Any, Any]],
-    own_settings: Container[str],
+    names: tuple[str, str], differences: Sequence[_Difference], own_settings: Container[str]
 ) -> tuple[str, str]:
     """Name two studies by a few settings in which they differ, else by their own names.
 
@@ -217,14 +230,28 @@ def _name_studies(
     keys = [path.rpartition(".")[-1] for path, *_ in differences]
     if not 0 < len(keys) <= _MOST_DIFFERENCES or any(key in own_settings for key in keys):
         return names
+    return _name_by_settings(differences)
+
+
+def _name_methods(names: tuple[str, str], differences: Sequence[_Difference]) -> tuple[str, str]:
+    """Name two methods of one label by a few settings in which they differ, else by their studies."""
+    # A setting that one of them lacks is that of its study, which the method does not say.
+    lacking = any(None in (a, b) for _, a, b in differences)
+    if lacking or not 0 < len(differences) <= _MOST_DIFFERENCES:
+        return names
+    return _name_by_settings(differences)
+
+
+def _name_by_settings(differences: Sequence[_Difference]) -> tuple[str, str]:
+    """Return the settings that differ, by the last word of their paths, with the values of each."""
     texts = []
     for place in (1, 2):
-        parts = [f"{key}={one[place]}" for key, one in zip(keys, differences, strict=True)]
+        parts = [f"{one[0].rpartition('.')[-1]}={one[place]}" for one in differences]
         texts.append(", ".join(parts))
     return texts[0], texts[1]
 
 
-def _list_texts(differences: Sequence[tuple[str, Any, Any]]) -> str:
+def _list_texts(differences: Sequence[_Difference]) -> str:
     shown = [f"{key} is {a} and {b}" for key, a, b in differences[:_MOST_DIFFERENCES]]
     more = len(differences) - len(shown)
     return "; ".join([*shown, *([f"{more} more settings differ"] if more else [])])

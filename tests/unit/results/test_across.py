@@ -163,3 +163,33 @@ def test_other_data_of_the_same_settings_are_said(study):
     assert len(found.pairs) == 1
     assert compare_across(("a", note(a[1], "1f")), ("b", note(b[1], "1f"))).notes == []
     assert compare_across(("a", note(a[1], "1f")), b).notes == []
+
+
+def test_an_item_of_a_list_names_the_studies_by_its_own_setting(study):
+    """Points of a sweep over the first shift: not the whole list of shifts."""
+    points = []
+    for name, values, alpha in (("a", ONE, 0.1), ("b", BETTER, 10.0)):
+        shift = [{"kind": "dirichlet", "concentration": alpha}, {"kind": "rotation"}]
+        own = [replace(r, config={**r.config, "data": {**r.config["data"], "shift": shift}})
+               for r in study(name, {"DAC": values})[1]]  # fmt: skip
+        points.append((name, own))
+    found = compare_across(*points)
+    assert found.pairs[0].key == {"DAC (concentration=0.1)", "DAC (concentration=10.0)"}
+    assert found.notes[0] == "a and b: data.shift.0.concentration is 0.1 and 10.0."
+
+
+def test_methods_of_studies_that_are_equal_otherwise_are_named_by_their_own_settings(study):
+    """DAC by its tau; the other, which is the same in both, by the studies."""
+    sides = []
+    for name, values, tau in (("a", ONE, 3.0), ("b", BETTER, 30.0)):
+        own = []
+        for run in study(name, {"DAC": values, "Local": values})[1]:
+            method = {**run.method_settings, **({"tau": tau} if run.label == "DAC" else {})}
+            own.append(replace(run, config={**run.config, "methods": [method]}))
+        sides.append((name, own))
+    found = compare_across(*sides)
+    assert [pair.key for pair in found.pairs] == [
+        {"DAC (tau=3.0)", "DAC (tau=30.0)"},
+        {"Local (a)", "Local (b)"},
+    ]
+    assert found.notes[0] == "a and b: DAC: tau is 3.0 and 30.0."
