@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from coterie.data.guesses import warn_about_lookalikes
+from coterie.data.guesses import warn_about_lookalikes, warn_about_targets
 from coterie.errors import ConfigError, DataError, require
 
 MOST = 1000
@@ -21,6 +21,12 @@ MOST = 1000
 
 WHOLE = re.compile(r"-?(0|[1-9]\d*)")
 """A whole number, as Python writes it: no sign or zero is lost when it is read."""
+
+EMPTY = (
+    "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN",
+    "N/A", "NA", "NULL", "NaN", "n/a", "nan", "null", "<NA>", "None",
+)  # fmt: skip
+"""Words that programs write where there is no value, as pandas reads them."""
 
 _EXACT = 1 << 53
 """Beyond it float64 skips whole numbers."""
@@ -60,6 +66,16 @@ def code_targets(
     """
     names = tuple(map(str, names))
     require(not (names and classes == 0), "class_names", names, "none for a regression")
+    coded, known, number = _code_targets(targets, classes, names, what, most)
+    if not number and not known:
+        first = coded[0]
+        warn_about_targets(first if isinstance(first, Tensor) else to_array(first, what), what)
+    return coded, known, number
+
+
+def _code_targets(
+    targets: Sequence[Any], classes: int | None, names: tuple[str, ...], what: str, most: int
+) -> tuple[list[Any], tuple[str, ...], int]:
     arrays = [one if isinstance(one, Tensor) else to_array(one, what) for one in targets]
     single = all(one.ndim == 1 or (one.ndim == 2 and one.shape[1] == 1) for one in arrays)
     if any(_has_text(one) for one in arrays):
@@ -87,6 +103,7 @@ def code_targets(
         # An empty pool has one class, so that it is no regression.
         if np.array_equal(found, np.arange(len(found))):
             return list(targets), (), max(1, len(found))
+        _warn_about_negative(found, what)
         names = tuple(map(str, found.tolist()))
     if not names:
         return list(targets), (), classes or 0
@@ -119,6 +136,17 @@ def _warn_about_constant(found: np.ndarray, values: np.ndarray, what: str) -> No
             f"{what} is {found[0]!s} in all samples, which leaves nothing to learn; say which "
             "classes could occur (classes = 2, or class_names), or classes = 0 for a regression",
             stacklevel=4,
+        )
+
+
+def _warn_about_negative(found: np.ndarray, what: str) -> None:
+    """Warn of a label below 0 next to classes from 0: it is written where nothing is known."""
+    others = found[found >= 0]
+    if found[0] < 0 and len(others) > 1 and np.array_equal(others, np.arange(len(others))):
+        warnings.warn(
+            f"{what} has the label {found[0]}, which is a class of its own here; if it stands for "
+            "an unknown one, leave those samples out",
+            stacklevel=5,
         )
 
 
@@ -235,7 +263,16 @@ def encode_labels(
     valid = tuple(names)
     if not valid:
         valid = _find_labels(targets, texts)
+        _warn_about_untrained(valid, texts, what)
         warn_about_lookalikes(valid, f"{what}: the labels", with_case=True)
+        words = [label for label in valid if label.strip() in EMPTY]
+        if words:
+            warnings.warn(
+                f"{what} has the label {words[0]!r}, which programs write where there is none, and "
+                "which is a class of its own here; drop those samples, or name all labels in "
+                "class_names",
+                stacklevel=4,
+            )
     code_of = {label: code for code, label in enumerate(valid)}
     coded = []
     for flat, array in zip(texts, arrays, strict=True):
@@ -261,6 +298,19 @@ def _find_labels(targets: Sequence[Any], texts: Sequence[Sequence[str]]) -> tupl
         if categories is not None:
             return tuple(map(str, categories))
     return tuple(sorted(set().union(*texts)))
+
+
+def _warn_about_untrained(labels: Sequence[str], texts: Sequence[Sequence[str]], what: str) -> None:
+    """Warn of labels that the first targets, those for training, do not have."""
+    trained, others = set(texts[0]), set().union(*texts[1:])
+    alone = [label for label in labels if label in others - trained]
+    if trained and alone:
+        shown = ", ".join(map(repr, alone[:5])) + ", ..." * (len(alone) > 5)
+        warnings.warn(
+            f"{what} is {shown} in the test data alone: a class that no client trains on; correct "
+            "the data, or name all labels in class_names",
+            stacklevel=4,
+        )
 
 
 def number_clients(

@@ -27,6 +27,8 @@ _DARK = 16  # largest value up to which numbers are hardly pixels
 _CONSECUTIVE, _DISTINCT = 50, 100  # samples from which on distinct whole numbers look like ids
 # Share of test samples, and number, that may be training samples as well without a word.
 _SHARED, _FEW = 0.01, 9
+_MOST = 100_000  # samples by which the precision of numbers is judged
+_COARSE = 0.01  # share of a column's deviation that rounding to float32 may take without a word
 
 
 def warn_about_inputs(
@@ -46,8 +48,10 @@ def warn_about_inputs(
     said = _doubt_pixels(x, name, kind, low, high)
     if not said:
         said = _doubt_order(x, name)
-    if x.dtype == torch.float64 and max(abs(low), abs(high)) > LARGEST:
-        said = said or _doubt_size(x)
+    if x.dtype == torch.float64:
+        if max(abs(low), abs(high)) > LARGEST:
+            said = said or _doubt_size(x)
+        said = said or _doubt_precision(x[:_MOST])
     if x.ndim == 2:
         said = said or _doubt_ids(x, name, columns)
     if said:
@@ -136,6 +140,7 @@ def warn_about_columns(columns: Mapping[str, Shaped[np.ndarray, "samples entries
     found = {}
     for name, values in columns.items():
         said = _doubt_size(torch.from_numpy(values), "give scale='standard'")
+        said = said or _doubt_precision(torch.from_numpy(values), "give scale='standard'")
         if said:
             found[name] = said
     if found:
@@ -153,6 +158,47 @@ def _doubt_size(x: Tensor, advice: str = "subtract a start and scale") -> str:
     return (
         f"has whole numbers such as {first:,.0f}, which becomes {np.float32(first):,.0f} as "
         f"float32: models see no difference; {advice}, or leave them out"
+    )
+
+
+def warn_about_targets(
+    y: Shaped[Tensor, "samples *targets"] | Shaped[np.ndarray, "samples *targets"], what: str
+) -> None:
+    """Warn of targets of a regression whose differences float32 does not hold.
+
+    Args:
+        y: the targets as they were given.
+        what: they are, for the message.
+    """
+    # Other types are float32 already, or hold no number that float32 rounds.
+    if str(y.dtype).removeprefix("torch.") not in ("float64", "int64") or not len(y):
+        return
+    some = y[:_MOST]
+    numbers = torch.from_numpy(some.astype(np.float64)) if isinstance(some, np.ndarray) else some
+    said = _doubt_precision(numbers.detach().double().cpu(), "subtract a start, or scale them")
+    if said:
+        warnings.warn(f"{what} {said}", stacklevel=4)
+
+
+def _doubt_precision(x: Tensor, advice: str = "subtract a start, or scale") -> str:
+    """Describe a column whose values are so much alike that float32 rounds their differences."""
+    if not x.numel():
+        return ""
+    flat = x.reshape(len(x), -1)
+    lost = (flat.float().double() - flat).abs().nan_to_num().amax(0)
+    if not bool(lost.any()):
+        return ""
+    center = flat.nanmean(0)
+    spread = (flat - center).square().nanmean(0).sqrt()
+    coarse = (lost > _COARSE * spread) & (spread > 0)
+    if not bool(coarse.any()):
+        return ""
+    place = int(coarse.nonzero()[0])
+    first = float(center[place])
+    step = float(np.spacing(np.float32(first)))
+    return (
+        f"has numbers near {first:g} that differ by {float(spread[place]):.3g} on average, of which "
+        f"float32 keeps steps of {step:.2g}: {advice}"
     )
 
 

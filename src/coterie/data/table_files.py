@@ -23,7 +23,7 @@ import pyarrow.csv as arrow_csv
 import pyarrow.parquet as arrow_parquet
 
 from coterie._util.files import expand_home
-from coterie.data.coding import WHOLE
+from coterie.data.coding import EMPTY, WHOLE
 from coterie.errors import ConfigError, DataError, describe_unknown
 
 # Its functions are made when it is imported, so that type checkers do not know them.
@@ -31,11 +31,6 @@ pc: Any = arrow_compute
 Kind = Literal["numbers", "true or false", "text"]
 _SEPARATORS = (",", ";", "\t", "|")
 _WORDS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
-# The words that pandas takes for empty entries: a file means the same in both.
-_EMPTY = [
-    "", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN",
-    "N/A", "NA", "NULL", "NaN", "n/a", "nan", "null", "<NA>", "None",
-]  # fmt: skip
 # Patterns of RE2, of a whole entry without spaces around it.
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$|^[+-]?(inf|Inf|INF|[Ii]nfinity)$"
 _WHOLE = r"^[+-]?\d{1,18}$"  # 18 digits always fit into int64
@@ -264,7 +259,7 @@ def read_ids(loaded: LoadedTable, name: str) -> list[Any]:
     # Python refuses to read whole numbers of more than 4300 digits.
     if all(WHOLE.fullmatch(one) and len(one) < 4000 for one in distinct):
         return [int(one) for one in column.to_pylist()]
-    words = [one for one in distinct if one.strip() and one.strip() in _EMPTY]
+    words = [one for one in distinct if one.strip() and one.strip() in EMPTY]
     if words:
         warnings.warn(
             f"column {name!r} has {words[0]!r}, which programs write for an empty entry; it is "
@@ -307,11 +302,8 @@ def decide_types(
         found = column
         if name in guessed:
             found = _convert_entries(column, decimal)
-        if found is None and _matches(column, _DATE):
-            raise DataError(
-                f"column {name!r} holds dates or times, such as {_first(column)!r}; turn it into "
-                "numbers first, such as the days since the first, or leave it out of features"
-            )
+        if found is None:
+            require_no_dates(name, column)
         # Such a column may hold codes; as numbers they lose their zeros, which is noted.
         if found is not None and pa.types.is_integer(found.type) and _any(column, r"^0\d"):
             padded.append(name)
@@ -324,6 +316,35 @@ def decide_types(
     if padded:
         notes = (*notes, f"numbers written with leading zeros: {', '.join(padded)}")
     return made, notes
+
+
+def require_no_dates(name: str, column: pa.ChunkedArray) -> None:
+    """Refuse a column of text all of whose entries are dates or times.
+
+    Raises:
+        DataError: when they are.
+    """
+    if _matches(column, _DATE):
+        raise DataError(
+            f"column {name!r} holds dates or times, such as {_first(column)!r}; turn it into "
+            "numbers first, such as the days since the first, or leave it out of features"
+        )
+
+
+def warn_of_empty_words(name: str, column: pa.ChunkedArray) -> None:
+    """Warn of entries that programs write where there is none, in a column that keeps them."""
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    words = column.filter(
+        pc.is_in(pc.utf8_trim_whitespace(column.cast(pa.string())), value_set=pa.array(EMPTY))
+    )
+    if len(words):
+        warnings.warn(
+            f"column {name!r} has {words[0].as_py()!r} ({len(words)} rows with such text), which "
+            "programs write for an empty entry, and which is a value of its own here; make such "
+            "entries empty (None), or give all that the column has as its categories",
+            stacklevel=2,
+        )
 
 
 def _warn_of_words(name: str, written: pa.ChunkedArray, cleared: pa.ChunkedArray) -> None:
@@ -402,7 +423,7 @@ def _replace_columns(table: pa.Table, columns: Mapping[str, pa.ChunkedArray]) ->
 
 def _clear_empty(column: pa.ChunkedArray, categories: Sequence[Any] = ()) -> pa.ChunkedArray:
     """Return a column of text with null where a word that is no category stands for nothing."""
-    words = [word for word in _EMPTY if word not in categories]
+    words = [word for word in EMPTY if word not in categories]
     empty = pc.is_in(pc.utf8_trim_whitespace(column), value_set=pa.array(words))
     return pc.if_else(empty, pa.scalar(None, pa.string()), column)
 

@@ -26,6 +26,8 @@ from coterie.data.table_files import (
     follow_types,
     load_table,
     read_ids,
+    require_no_dates,
+    warn_of_empty_words,
 )
 from coterie.errors import ConfigError, DataError, describe_unknown
 
@@ -153,8 +155,11 @@ class TableOptions(Configurable):
         return tuple(chosen)
 
 
-# A number with a decimal comma counts as one here, and is then named as the error.
-_NUMBER = re.compile(r"[+-]?\d+([.,]\d+)?([eE][+-]?\d+)?")
+_PLAIN_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?([eE][+-]?\d+)?")
+# Numbers with a decimal comma or with parted thousands count here, and are then named as the error.
+_NUMBER = re.compile(
+    r"[+-]?(\d{1,3}(['’.,\u00a0\u202f ]\d{3})+([.,]\d+)?|\d+([.,]\d+)?)([eE][+-]?\d+)?"
+)
 # A number with the sign of a currency before it, or with a unit behind it: $5, 27.5%, 12 mg.
 _WITH_UNIT = re.compile(
     r"(?P<before>[$€£¥]?)\s*[+-]?\d+(?:[.,]\d+)*\s*(?P<behind>[^\d\s+.,-][^\d\s+-]*)?"
@@ -357,6 +362,14 @@ def _require_kind(table: "_ArrowTable", name: str, kind: Kind, known: str = "tra
             f"column {name!r} of {table.what} is text, such as {value!r}; expected {kind}, as in "
             f"{known}"
         )
+    if kind == "true or false" and not pa.types.is_boolean(values.type):
+        numbers = table.get_numbers(name)
+        others = np.flatnonzero(~np.isnan(numbers) & (numbers != 0) & (numbers != 1))
+        if len(others):
+            raise DataError(
+                f"column {name!r} of {table.what} is {numbers[others[0]]:g} in row {others[0]}; "
+                f"expected true or false (1 or 0), as in {known}"
+            )
 
 
 def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray, "samples entries"]:
@@ -377,13 +390,15 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
     for column in columns:
         check_column(loaded.arrow, column.name, "the table")
         kinds[column.name] = "numbers" if column.categories is None else "text"
+        if column.kind == "true or false":
+            kinds[column.name] = "true or false"
         if column.categories is not None:
             categories[column.name] = column.categories
     found = _ArrowTable(follow_types(loaded, kinds, categories), None, loaded.what)
     has_none = np.ones(loaded.arrow.num_rows, bool)
     for column in columns:
         if column.categories is None:
-            _require_kind(found, column.name, "numbers")
+            _require_kind(found, column.name, kinds[column.name])
             _require_numbers(found.get_column(column.name).type, column.name)
             values = found.get_numbers(column.name)[:, None]
             if column.indicator:
@@ -530,7 +545,10 @@ def _convert_column(
         fill = _choose_fill(tables, name, values, impute, columns.schema)
         return _InputColumn(name, values, (name,), fill, kind=_find_kind(kinds[0]))
     if not is_named:
-        _reject_numbers_as_text(tables, name)
+        _check_text(tables, name)
+        for table in tables:
+            if _is_text(table.get_column(name).type):
+                warn_of_empty_words(name, table.get_column(name))
     known, codes = _encode_categories(tables, name, columns.categories.get(name))
     filled: str | float | None = impute
     if isinstance(columns.impute, Mapping):
@@ -746,7 +764,7 @@ def _read_labels(table: _ArrowTable, name: str) -> Any:
     """Return a target: text, with the order of its categories, or numbers of their own type."""
     values = table.get_column(name)
     if _is_text(values.type):
-        _reject_numbers_as_text([table], name)
+        _check_text([table], name)
         found = values.to_pandas()
         # A categorical column keeps the order of its categories, which are the classes.
         return found if hasattr(found, "cat") else found.to_numpy(object)
@@ -793,31 +811,38 @@ def _require_not_empty(table: _ArrowTable, name: str) -> None:
         )
 
 
-def _reject_numbers_as_text(tables: Sequence[_ArrowTable], name: str) -> None:
-    """Refuse a column of text that was meant as numbers: most are, or all have one unit."""
+def _check_text(tables: Sequence[_ArrowTable], name: str) -> None:
+    """Refuse a column of text that was meant as dates or as numbers: most are, or have one unit."""
     for table in tables:
         column = table.get_column(name)
         if pa.types.is_dictionary(column.type) or not _is_text(column.type):
             continue
+        require_no_dates(name, column)
         values = [value for value in column.unique().to_pylist() if value is not None]
         if unit := _find_unit(values):
             raise DataError(
                 f"column {name!r} is text: numbers with {unit!r}, such as {values[0]!r}; write the "
                 "numbers alone, or give the column's categories"
             )
-        other = next(
-            (value for value in values if not _NUMBER.fullmatch(value.strip()) or "," in value),
-            None,
-        )
+        others = [value for value in values if not _PLAIN_NUMBER.fullmatch(value.strip())]
         numbers = sum(bool(_NUMBER.fullmatch(value.strip())) for value in values)
         # A few numbers among words, such as "1" and "2" among grades, are categories.
-        if other is not None and numbers > max(_FEW, len(values) / 2):
-            place = column.to_pylist().index(other)
+        if numbers <= max(_FEW, len(values) / 2):
+            continue
+        if not others:
+            # A leading zero is one of a code, such as a postal one.
+            if any(re.match(r"\s*0\d", value) for value in values):
+                continue
             raise DataError(
-                f"column {name!r} is text, though most of it are numbers: it has {other!r} "
-                f"{table.locate_row(place)}; "
-                "correct that, leave it empty, or give the column's categories"
+                f"column {name!r} is text, all of it numbers, such as {values[0]!r}; make it a column "
+                "of numbers, or if they are codes, give the column's categories"
             )
+        place = column.to_pylist().index(others[0])
+        raise DataError(
+            f"column {name!r} is text, though most of it are numbers: it has {others[0]!r} "
+            f"{table.locate_row(place)}; "
+            "correct that, leave it empty, or give the column's categories"
+        )
 
 
 def _find_unit(values: Sequence[str]) -> str:

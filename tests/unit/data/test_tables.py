@@ -344,7 +344,7 @@ def test_few_doses_names_with_numbers_and_mixed_units_are_categories(values):
         (patients(0), {}, DataError, "table has 0 samples and no client; every client needs data"),
         (patients()[["site", "ill"]], {}, ConfigError, "none is left as an input"),
         (patients().rename(columns={"age": "color"}), {}, DataError, "Duplicate column names|two columns 'color'"),
-        (pd.DataFrame({"id": map(str, range(1500)), "site": "a", "ill": 0.5}), {}, DataError, "1,500 different values"),
+        (pd.DataFrame({"id": [f"p{n}" for n in range(1500)], "site": "a", "ill": 0.5}), {}, DataError, "1,500 different values"),
         (bad30(age=["?", *map(str, range(29))]), {}, DataError, r"'age' is text, though .*it has '\?' in row 0"),
         (bad30(age=[f"{place},5" for place in range(30)]), {}, DataError, "it has '0,5' in row 0, of client 'Zürich'"),
         (bad30(ill=["?", *map(str, range(29))]), {}, DataError, r"'ill' is text, though .*; correct that, leave"),
