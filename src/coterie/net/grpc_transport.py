@@ -56,6 +56,7 @@ SERVICE = f"coterie.v{VERSION}"
 MAX_QUESTION = 1024  # bytes
 # Bytes of one HTTP/2 message; the library refuses a larger one before this program sees it.
 _MAX_FRAME = CHUNK + MAX_MANIFEST + SIGNATURE + 64
+_LOOKAHEAD = 4 * MAX_QUESTION  # bytes of a call that are taken before it is read
 _CALLS = 32  # that one member may have open at a node, of all kinds
 _LISTEN = 5.0  # seconds in which a question must have come
 _LEAVE = 5.0  # seconds for answers that are being sent when a node leaves
@@ -291,6 +292,10 @@ class GrpcTransport:
                 # Another process must not share the port.
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", MAX_QUESTION),
+                # What is taken of a call before it is read: the library would raise it to megabytes
+                # for each of the calls of each link, as for a long way, and questions are short.
+                ("grpc.http2.bdp_probe", 0),
+                ("grpc.http2.lookahead_bytes", _LOOKAHEAD),
                 ("grpc.max_concurrent_streams", 8 * _CALLS),
                 ("grpc.http2.min_ping_interval_without_data_ms", 500),
                 ("grpc.server_handshake_timeout_ms", 10_000),

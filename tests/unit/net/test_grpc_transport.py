@@ -1,10 +1,13 @@
 """The transport over gRPC: who is dialed, who counts as there, what is refused at the door, and bounds."""
 
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
+import floods
 import grpc
 import pytest
 
@@ -363,3 +366,26 @@ def test_an_address_at_which_nobody_listens_costs_no_channel_and_few_dials(
             first.serve_head(lambda nonce: b"there")
             assert second.ask_head("n0", "1", 5.0) == b"there"
             assert first.ask_head("n1", "1", 5.0) == b"here", "who asks can be dialed at once"
+
+
+def test_little_of_a_call_is_taken_before_it_is_read(plain):
+    """The window that a server announces to who connects (RFC 9113, 6.5.2), read off the wire."""
+    host, _, port = plain[0].roster.members[0].address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as stream:
+        stream.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        head = stream.recv(9, socket.MSG_WAITALL)
+        length, kind = int.from_bytes(head[:3], "big"), head[3]
+        assert kind == 4, "a server begins with its settings"
+        found = dict(struct.iter_unpack(">HI", stream.recv(length, socket.MSG_WAITALL)))
+    calls, window = found[3], found[4]
+    assert calls == 256
+    assert window == grpc_transport._LOOKAHEAD
+
+
+@pytest.mark.slow
+def test_large_questions_over_many_calls_take_little_memory(tmp_path):
+    """A member sends questions of 4 MB, 512 at a time: they took hundreds of megabytes of each link."""
+    found = floods.measured(tmp_path, "large_questions", 3.0)
+    before, most, _ = found["memory_mb"]
+    assert most - before < 64, found
+    assert found["missed"] == 0

@@ -40,6 +40,7 @@ def test_sizes_of_what_is_sent_are_bounded_as_the_page_says():
     assert sizes(look_up("manifest; header; head; roster")) == own
     assert sizes(look_up("a `reply`; a `cohort`")) == [exchange.MAX_REPLY, exchange._MAX_COHORT]
     assert numbers("bytes of a question") == [grpc.MAX_QUESTION]
+    assert numbers("bytes of a call that are taken") == [grpc._LOOKAHEAD]
     assert numbers("bytes of one message of an answer") == [grpc._MAX_FRAME]
     # A chunk with what belongs to it, and a little room.
     assert grpc._MAX_FRAME >= wire.CHUNK + wire.MAX_MANIFEST + wire.SIGNATURE
