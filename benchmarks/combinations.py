@@ -156,6 +156,9 @@ def _draw_time(stream: random.Random) -> Case:
     }.items():  # fmt: skip
         if stream.random() < 0.4:
             table[name] = stream.choice(values)
+    if stream.random() < 0.6:
+        rules = ({"kind": "fedbuff", "buffer": 2, "server_lr": 0.5}, {"kind": "fedasync"})
+        table["server"] = stream.choice(rules)
     return table
 
 

@@ -6,17 +6,19 @@ the key of its client, purpose and round, so that it depends on nothing else of 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, TypeVar, final
 
 import numpy as np
-from annotated_types import Gt, MinLen
+from annotated_types import Gt, Le, MinLen
 from jaxtyping import Float, Int
+from torch import Tensor
 
 from coterie._util.settings import (
     Configurable,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveInt,
     Share,
     parse_settings,
     to_plain,
@@ -103,6 +105,112 @@ class ChoiceDraw(Draw):
 DRAWS: dict[str, type[Draw]] = {one.kind: one for one in (LognormalDraw, UniformDraw, ChoiceDraw)}
 """Every distribution by its name."""
 
+
+@dataclass(frozen=True)
+class ServerRule(Configurable):
+    """The base of rules by which a server takes in what arrives while others still train.
+
+    An update is what training moved: the model that came back minus the one it began with. Its
+    staleness is the number of newer models that the server has made meanwhile.
+    """
+
+    kind: ClassVar[str]
+
+    @property
+    def size(self) -> int:
+        """How many updates the server collects before it makes a new model."""
+        return 1
+
+    def place(
+        self,
+        model: Float[Tensor, " params"],
+        begun: Float[Tensor, " params"],
+        trained: Float[Tensor, " params"],
+        staleness: int,
+    ) -> Float[Tensor, " params"]:
+        """Return the model of which the mean over collected updates is the server's new one.
+
+        Args:
+            model: of the server now.
+            begun: with which the client began.
+            trained: that came back.
+            staleness: of the update, 0 or more.
+        """
+        raise NotImplementedError
+
+
+@final
+@dataclass(frozen=True)
+class FedBuffRule(ServerRule):
+    r"""FedBuff: $\theta \leftarrow \theta + \frac{\eta}{K} \sum_i (1 + a_i)^{-e} \Delta_i$ for each $K$ updates.
+
+    Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, Federated learning with buffered
+    asynchronous aggregation, 2022, https://arxiv.org/abs/2106.06639. The mean is weighted as the
+    method weighs clients.
+
+    Args:
+        buffer: updates that the server collects ($K$).
+        exponent: of the weight by staleness ($e$).
+        server_lr: step of the server ($\eta$).
+    """
+
+    kind: ClassVar[str] = "fedbuff"
+    buffer: PositiveInt = 10
+    exponent: NonNegativeFloat = 0.5
+    server_lr: PositiveFloat = 1.0
+
+    @property
+    def size(self) -> int:
+        """See `ServerRule.size`."""
+        return self.buffer
+
+    def place(
+        self,
+        model: Float[Tensor, " params"],
+        begun: Float[Tensor, " params"],
+        trained: Float[Tensor, " params"],
+        staleness: int,
+    ) -> Float[Tensor, " params"]:
+        """See `ServerRule.place`."""
+        step = self.server_lr * (1 + staleness) ** -self.exponent
+        # Nothing newer was made, so that `begun` is `model`: no rounding, as in a common round.
+        if step == 1 and staleness == 0:
+            return trained
+        return model + step * (trained - begun)
+
+
+@final
+@dataclass(frozen=True)
+class FedAsyncRule(ServerRule):
+    r"""FedAsync: $\theta \leftarrow (1 - \alpha_a) \theta + \alpha_a \theta_i$ with $\alpha_a = \alpha (1 + a)^{-e}$.
+
+    Xie, Koyejo, Gupta, Asynchronous federated optimization, 2019,
+    https://arxiv.org/abs/1903.03934, with the polynomial weight.
+
+    Args:
+        mixing: weight of a model that is not stale ($\alpha$).
+        exponent: of the weight by staleness ($e$).
+    """
+
+    kind: ClassVar[str] = "fedasync"
+    mixing: Annotated[float, Gt(0), Le(1)] = 0.6
+    exponent: NonNegativeFloat = 0.5
+
+    def place(
+        self,
+        model: Float[Tensor, " params"],
+        begun: Float[Tensor, " params"],
+        trained: Float[Tensor, " params"],
+        staleness: int,
+    ) -> Float[Tensor, " params"]:
+        """See `ServerRule.place`."""
+        weight = self.mixing * (1 + staleness) ** -self.exponent
+        return (1 - weight) * model + weight * trained
+
+
+SERVER_RULES: dict[str, type[ServerRule]] = {one.kind: one for one in (FedBuffRule, FedAsyncRule)}
+"""Every rule of a server by its name."""
+
 Amount = NonNegativeFloat | Sequence[NonNegativeFloat] | Mapping[str, Any]
 """A number for all clients, a list with a number for each, or a table of a distribution."""
 
@@ -159,6 +267,9 @@ class VirtualTime(Configurable):
         max_staleness: rounds of the reader after which a message is too old to be read; none when
             None. A message that the reader could have read in its last round has age 1.
         max_staleness_seconds: seconds after which it is; none when None.
+        server: how a server takes in what arrives, with a method that has one: a table of a rule,
+            `{kind = "fedbuff", buffer = 10}` or `{kind = "fedasync", mixing = 0.6}`, with the
+            settings of `FedBuffRule` or `FedAsyncRule`.
         record_seconds: virtual time between two records of results: a "round" of the results is
             this long, and `rounds` of them end the run.
     """
@@ -173,6 +284,7 @@ class VirtualTime(Configurable):
     pauses: Sequence[Mapping[str, Any]] = ()
     max_staleness: NonNegativeInt | None = None
     max_staleness_seconds: NonNegativeFloat | None = None
+    server: Mapping[str, Any] | None = None
     record_seconds: Annotated[float, Gt(0)] = 1.0
 
     def check(self) -> None:
@@ -181,6 +293,9 @@ class VirtualTime(Configurable):
             value = getattr(self, name)
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, to_plain(parse_draw(value, name)))
+        if self.server is not None:
+            rule = _parse_kind(self.server, SERVER_RULES, "rule of a server", "server")
+            object.__setattr__(self, "server", {"kind": rule.kind, **to_plain(rule)})
         found = []
         for place, table in enumerate(self.pauses):
             found.append(to_plain(parse_settings(Pause, table, f"pauses[{place}]")))
@@ -195,6 +310,13 @@ class VirtualTime(Configurable):
     def record_nanoseconds(self) -> int:
         """Virtual time between two records."""
         return to_nanoseconds(self.record_seconds)
+
+    @property
+    def server_rule(self) -> ServerRule:
+        """How a server takes in what arrives: FedBuff where nothing is said."""
+        if self.server is None:
+            return FedBuffRule()
+        return _parse_kind(self.server, SERVER_RULES, "rule of a server", "server")
 
     @property
     def pause_list(self) -> tuple[Pause, ...]:
@@ -225,13 +347,23 @@ def parse_draw(table: Mapping[str, Any], where: str) -> Draw:
         >>> parse_draw({"kind": "choice", "values": [1, 10]}, "latency")
         ChoiceDraw(values=(1.0, 10.0))
     """
+    return _parse_kind(table, DRAWS, "distribution", where)
+
+
+_Kind = TypeVar("_Kind", bound=Configurable)
+
+
+def _parse_kind(
+    table: Mapping[str, Any], known: Mapping[str, type[_Kind]], what: str, where: str
+) -> _Kind:
+    """Make one of several classes from a table with its `kind` and its settings."""
     rest = dict(table)
     kind = rest.pop("kind", None)
     if not isinstance(kind, str):
-        raise ConfigError(f"{where}: kind is missing; valid: {', '.join(sorted(DRAWS))}")
-    if kind not in DRAWS:
-        raise ConfigError(f"{where}: {describe_unknown('distribution', kind, DRAWS)}")
-    return parse_settings(DRAWS[kind], rest, where)
+        raise ConfigError(f"{where}: kind is missing; valid: {', '.join(sorted(known))}")
+    if kind not in known:
+        raise ConfigError(f"{where}: {describe_unknown(what, kind, known)}")
+    return parse_settings(known[kind], rest, where)
 
 
 @dataclass(frozen=True)
@@ -378,13 +510,13 @@ class Clock:
         if reads_first:
             published = np.full(len(self.work), begin)
             starts = self._wait_for_messages(clients, traffic, published)
-        starts = starts + self._move(clients, traffic.down)
+        starts = starts + self.move_to_server(clients, traffic.down)
         ends, worked = np.zeros_like(starts), np.zeros_like(starts)
         for place, client in enumerate(clients.tolist()):
             start = int(starts[place])
             ends[place], paused = self.end_round(client, round, start)
             worked[place] = ends[place] - start - paused
-        done = ends + self._move(clients, traffic.up)
+        done = ends + self.move_to_server(clients, traffic.up)
         if not reads_first:
             # a peer that takes no part, as one that stopped, published before
             published = np.full(len(self.work), begin)
@@ -407,7 +539,7 @@ class Clock:
         delays = self.message_delays(clients[:, None], senders, traffic.sizes)
         return np.where(asked, published[senders] + delays, own[:, None]).max(1, initial=0)
 
-    def _move(
+    def move_to_server(
         self, clients: Int[np.ndarray, " clients"], sizes: Float[np.ndarray, " clients"] | None
     ) -> Int[np.ndarray, " clients"]:
         """Return how long bytes from or to a server take, whose own link has no limit."""

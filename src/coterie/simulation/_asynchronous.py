@@ -119,11 +119,6 @@ class AsynchronousLoop(Loop):
         record: Record,
         extensions: Sequence[Extension] | None = None,
     ) -> None:
-        if not isinstance(method, PeerMethod):
-            raise ConfigError(
-                f"schedule = 'asynchronous' is for peer-to-peer methods; {method.kind} has one "
-                "model for all, whose rounds have a common end; use 'synchronous'"
-            )
         if not isinstance(exchange, InMemory) or len(task) < task.population:
             raise ConfigError(
                 "schedule = 'asynchronous' delivers messages by virtual time itself, in one "
@@ -134,19 +129,12 @@ class AsynchronousLoop(Loop):
         # `Settings` requires both.
         assert time is not None
         assert not self.extensions
-        self.peer_method, self.time = method, time
+        self.time = time
         expected = f"at most {_LONGEST} seconds of virtual time"
         seconds = settings.rounds * time.record_seconds
         require(seconds <= _LONGEST, "rounds * time.record_seconds", seconds, expected)
         self.clock = Clock(time, task.count_steps(settings.local), rng.seed)
-        oldest = None
-        if time.max_staleness_seconds is not None:
-            oldest = to_nanoseconds(time.max_staleness_seconds)
-        forms = check_messages(method, self.task, self.state, settings.schedule)
-        # A method without exchanges publishes nothing.
-        self.boards = Boards(
-            forms[: method.exchanges], len(task), self.clock, time.max_staleness, oldest
-        )
+        self._open_boards()
         self._without_validation = task.count_samples("validation") == 0
         number = len(task)
         # the models of rounds that have begun, before their training or after it
@@ -168,6 +156,23 @@ class AsynchronousLoop(Loop):
         ] = []  # clients, rounds, reports: in this span
         self._queue: list[tuple[int, int]] = []  # the end of each round that has begun, and whose
         self._apart = set[str]()  # what clients in several rounds cannot do together
+
+    def _open_boards(self) -> None:
+        """Make the boards on which messages stand."""
+        method, time, oldest = self.method, self.time, None
+        if not isinstance(method, PeerMethod):
+            raise ConfigError(
+                f"schedule = 'asynchronous': {method.kind} has one model for all and no server, so "
+                "that its rounds have a common end; use 'synchronous'"
+            )
+        if time.max_staleness_seconds is not None:
+            oldest = to_nanoseconds(time.max_staleness_seconds)
+        forms = check_messages(method, self.task, self.state, self.settings.schedule)
+        self.peer_method = method
+        # A method without exchanges publishes nothing.
+        self.boards = Boards(
+            forms[: method.exchanges], len(self.task), self.clock, time.max_staleness, oldest
+        )
 
     # ------------------------------------------------------------------ the order of events
 
@@ -195,7 +200,7 @@ class AsynchronousLoop(Loop):
     def _start(self) -> None:
         """Begin the first round of every client, at time 0: after the training before it."""
         # Rows are written in place from now on, and the first state may be views of one row.
-        self.state, self.flight = _copy_state(self.state), _copy_state(self.state)
+        self.state, self.flight = copy_state(self.state), copy_state(self.state)
         self.tracker = dataclasses.replace(self.tracker, best=self.tracker.best.clone())
         active = (~self.tracker.stopped).nonzero().flatten()
         for client in self.tracker.stopped.nonzero().flatten().tolist():
@@ -278,8 +283,8 @@ class AsynchronousLoop(Loop):
         """End rounds, publish, read and mix."""
         clients = sorted(wave.ended)
         rows = torch.tensor(clients, dtype=torch.int64)
-        report = _take_reports(self.read_reports, clients)
-        report |= _take_reports(self.train_reports, clients)
+        report = take_reports(self.read_reports, clients)
+        report |= take_reports(self.train_reports, clients)
         trained = self.flight.select_rows(rows)
         if self._reads_first:
             self.state.assign_rows(rows, trained)
@@ -296,7 +301,7 @@ class AsynchronousLoop(Loop):
         self._read(wave.readings, publishing, state)
         if not self._reads_first:
             # the reading that ends this round, not the next one
-            report = {**_take_reports(self.read_reports, clients), **report}
+            report = {**take_reports(self.read_reports, clients), **report}
             self._retire(wave)
         if clients:
             self._ended.append((rows, torch.from_numpy(self.number[rows.numpy()] - 1), report))
@@ -306,7 +311,7 @@ class AsynchronousLoop(Loop):
         """Note how the models of rounds that end did, and keep the best."""
         if not clients:
             return
-        rows, joined = torch.tensor(clients), _take_reports(self.judged, clients)
+        rows, joined = torch.tensor(clients), take_reports(self.judged, clients)
         for name, value in joined.items():
             nothing = torch.full((len(self.task),), torch.nan, dtype=value.dtype)
             # a copy: the record may hold the former values
@@ -383,7 +388,7 @@ class AsynchronousLoop(Loop):
             self.flight.assign_rows(group, new)
             if not self._reads_first:
                 self.state.assign_rows(group, new)
-            self.read_reports |= _note_reports(group, info)
+            self.read_reports |= note_reports(group, info)
 
     def _train_pending(self, until: int) -> bool:
         """Compute all trainings that have begun, if one of them ends until some time.
@@ -416,8 +421,8 @@ class AsynchronousLoop(Loop):
                 )
             self.flight.assign_rows(group, new)
             self.trained[group.numpy()] = True
-            self.train_reports |= _note_reports(group, info)
-            self.judged |= _note_reports(group, values)
+            self.train_reports |= note_reports(group, info)
+            self.judged |= note_reports(group, values)
             self.stops[group.numpy()] = self._observe(group, None, values).stopped.numpy()
         return True
 
@@ -493,6 +498,12 @@ class AsynchronousLoop(Loop):
 
     def _record_span(self, index: int) -> None:
         """Record the rounds that ended in a span of virtual time, and the models at its end."""
+        staleness = self._record_ended(index)
+        self._record_evaluation(index, self.state.params, {})
+        self._record_times(index, staleness)
+
+    def _record_ended(self, index: int) -> Report:
+        """Record the rounds that ended in a span, and return how old what they read was."""
         staleness: dict[str, Tensor] = {}
         if self._ended:
             ids, rounds, parts = (list(column) for column in zip(*self._ended, strict=True))
@@ -507,7 +518,10 @@ class AsynchronousLoop(Loop):
             clients, totals = _sum_rounds(ids, info)
             self._record_info(index, clients, totals)
             staleness = _mean_ages(ids, info, len(self.task))
-        self._record_evaluation(index, self.state.params, {})
+        return staleness
+
+    def _record_times(self, index: int, staleness: Report) -> None:
+        """Record how far each client is at the end of a span."""
         elapsed = (index + 1) * self.time.record_nanoseconds
         # pauses of rounds that have not ended are not known as idle yet
         values = {
@@ -526,7 +540,13 @@ class AsynchronousLoop(Loop):
         """Return what later rounds depend on in addition to the state, for a checkpoint."""
         if self.next_round < 1:
             return {}
-        out = {f"boards.{name}": value for name, value in self.boards.snapshot().items()}
+        return self._snapshot_clients() | {
+            f"boards.{name}": value for name, value in self.boards.snapshot().items()
+        }
+
+    def _snapshot_clients(self) -> dict[str, Tensor]:
+        """Return what is known of the rounds that have begun."""
+        out: dict[str, Tensor] = {}
         for part, tensors in _list_parts(self.flight).items():
             out |= {f"flight.{part}.{place}": value for place, value in enumerate(tensors)}
         for name in _ARRAYS:
@@ -535,20 +555,19 @@ class AsynchronousLoop(Loop):
             reports: Reports = dict(getattr(self, name))
             clients = sorted(reports)
             out[f"{name}.clients"] = torch.tensor(clients, dtype=torch.int64)
-            joined = _take_reports(reports, clients)
+            joined = take_reports(reports, clients)
             out |= {f"{name}.report.{key}": value for key, value in joined.items()}
         return out
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `snapshot`."""
-        if not tensors:
-            return
+        if tensors:
+            self.boards.restore(_select_tensors(tensors, "boards."))
+            self._restore_clients(tensors)
 
-        def select(head: str) -> dict[str, Tensor]:
-            return {k.removeprefix(head): v for k, v in tensors.items() if k.startswith(head)}
-
-        self.boards.restore(select("boards."))
-        self.state, self.flight = _copy_state(self.state), _copy_state(self.state)
+    def _restore_clients(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the result of `_snapshot_clients`."""
+        self.state, self.flight = copy_state(self.state), copy_state(self.state)
         for part, owned in _list_parts(self.flight).items():
             for place, mine in enumerate(owned):
                 mine.copy_(tensors[f"flight.{part}.{place}"])
@@ -556,10 +575,15 @@ class AsynchronousLoop(Loop):
             setattr(self, name, tensors[name].numpy().copy())
         for name in _REPORTS:
             clients = tensors[f"{name}.clients"]
-            setattr(self, name, _note_reports(clients, select(f"{name}.report.")))
+            found = _select_tensors(tensors, f"{name}.report.")
+            setattr(self, name, note_reports(clients, found))
         busy = (self.end != _IDLE).nonzero()[0].tolist()
         self._queue = [(int(self.end[client]), client) for client in busy]
         heapq.heapify(self._queue)
+
+
+def _select_tensors(tensors: Mapping[str, Tensor], head: str) -> dict[str, Tensor]:
+    return {k.removeprefix(head): v for k, v in tensors.items() if k.startswith(head)}
 
 
 _ARRAYS = ("end", "pause", "number", "trained", "stops", "due", "idle")
@@ -568,7 +592,7 @@ _REPORTS = ("read_reports", "train_reports", "judged")
 _NOT_KEPT = ("losses", "trained")
 
 
-def _copy_state(state: State) -> State:
+def copy_state(state: State) -> State:
     """Return a state whose tensors nothing else uses and no two rows share."""
 
     def copy(tensor: Tensor) -> Tensor:
@@ -590,13 +614,13 @@ def _list_parts(state: State) -> dict[str, list[Tensor]]:
     }
 
 
-def _note_reports(rows: Int[Tensor, " rows"], info: Info) -> Reports:
+def note_reports(rows: Int[Tensor, " rows"], info: Info) -> Reports:
     """Return the report of each client."""
     kept = {name: value.cpu() for name, value in info.items() if name not in _NOT_KEPT}
     return {client: (kept, place) for place, client in enumerate(rows.tolist())}
 
 
-def _take_reports(reports: Reports, clients: Sequence[int]) -> Report:
+def take_reports(reports: Reports, clients: Sequence[int]) -> Report:
     """Take the reports of some clients out, as one; nothing where none has any."""
     parts: dict[int, Report] = {}
     places: dict[int, list[tuple[int, int]]] = {}

@@ -35,6 +35,7 @@ from coterie.runtime.loop import Loop
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
 from coterie.simulation._asynchronous import AsynchronousLoop
+from coterie.simulation._asynchronous_server import AsynchronousServerLoop
 from coterie.simulation._publishing import StandingExchange, check_messages, make_published_messages
 
 
@@ -85,8 +86,10 @@ class SequentialLoop(Loop):
         return [dataclasses.replace(message, ids=self.task.ids[stopped]) for message in messages]
 
 
-def select_loop(settings: Settings) -> type[Loop]:
-    """Return the class of loop that runs the schedule of the settings."""
+def select_loop(settings: Settings, method: Method) -> type[Loop]:
+    """Return the class of loop that runs the schedule of the settings with a method."""
+    if settings.schedule == "asynchronous" and method.server:
+        return AsynchronousServerLoop
     for loop in (Loop, AsynchronousLoop):
         if settings.schedule in loop.schedules:
             return loop

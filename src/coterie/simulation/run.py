@@ -489,7 +489,7 @@ def _make_loop(
     )
     hidden = attackers.make_attacker_mask(attacked, task.population)
     record = _make_record(federation, settings, parts, hidden, data)
-    loop = select_loop(settings)
+    loop = select_loop(settings, method)
     extensions = attackers.make_all_extensions(method, settings, attacked, task.population)
     return loop(task, method, door, settings, Rng(seed), record, extensions)
 

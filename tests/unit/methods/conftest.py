@@ -82,7 +82,9 @@ def play(monkeypatch):
 
         monkeypatch.setattr(record, "add_edges", listen)
         door = exchange or InMemory(federation.ids, federation.population)
-        result = Play(select_loop(chosen)(task, method, door, chosen, Rng(3), record), infos)
+        result = Play(
+            select_loop(chosen, method)(task, method, door, chosen, Rng(3), record), infos
+        )
         return result.steps(1)
 
     return start

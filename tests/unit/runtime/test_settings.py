@@ -46,7 +46,7 @@ def started(
     task = make_task(federation, method, model, chosen)
     door = InMemory(federation.ids, len(federation))
     record = Record(torch.full((len(federation),), -1))
-    loop = select_loop(chosen)(task, method, door, chosen, Rng(3), record)
+    loop = select_loop(chosen, method)(task, method, door, chosen, Rng(3), record)
     loop.run_next_round()
     return loop
 

@@ -546,10 +546,9 @@ def test_settings_that_need_common_rounds_are_refused(changes, message):
         tiny_settings(**{"schedule": "asynchronous", "time": {}, **changes})
 
 
-@pytest.mark.parametrize("kind", ["fedavg", "ifca", "pooled"])
-def test_methods_with_one_model_for_all_are_refused(kind):
-    with pytest.raises(ConfigError, match=f"is for peer-to-peer methods; {kind} has one"):
-        run(METHODS[kind](), time={})
+def test_a_method_with_one_model_for_all_and_no_server_is_refused():
+    with pytest.raises(ConfigError, match="pooled has one model for all and no server"):
+        run(METHODS["pooled"](), time={})
 
 
 def test_other_exchanges_and_too_much_time_are_refused():

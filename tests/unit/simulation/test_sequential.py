@@ -140,7 +140,7 @@ def started(method, **settings):
     task = build_task(federation.host(federation.ids), "linear", dtype=torch.float64)
     door, record = InMemory(federation.ids, CLIENTS), Record(torch.full((CLIENTS,), -1))
     chosen = tiny_settings(**{"rounds": 100, **settings})
-    loop = select_loop(chosen)(task, method, door, chosen, Rng(SEED), record)
+    loop = select_loop(chosen, method)(task, method, door, chosen, Rng(SEED), record)
     loop.run_next_round()
     return loop
 

@@ -1,0 +1,279 @@
+"""The asynchronous schedule with a server: it takes in each client's update when it arrives.
+
+A client fetches the newest model, trains it, sends it back and begins again at once. The server
+collects updates by its rule, FedBuff or FedAsync, and makes a new model of them: the method's own
+aggregation over the models that the rule makes of the updates.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from coterie.errors import ConfigError, ExchangeError
+from coterie.exchange.base import Inbox, Message, Reply, Rule
+from coterie.exchange.narrowed import narrow_exchange, narrow_message
+from coterie.functional import metrics
+from coterie.methods.base import Info, State
+from coterie.methods.fedavg import OneModel
+from coterie.methods.server import ServerMethod, model_request
+from coterie.runtime.virtual_time import SECOND
+from coterie.simulation._asynchronous import (
+    AsynchronousLoop,
+    copy_state,
+    note_reports,
+    take_reports,
+)
+from coterie.simulation._publishing import StandingExchange
+
+_STEPS = ("round", "reply", "publish", "send_models")
+"""Steps of a round that this loop does in place of `ServerMethod.round`."""
+
+
+class AsynchronousServerLoop(AsynchronousLoop):
+    """A run with a server in which each client has rounds of its own; see `AsynchronousLoop`.
+
+    Raises:
+        ConfigError: when the method is none with one model that is averaged.
+    """
+
+    def _open_boards(self) -> None:
+        """Check that the method does in a round what this loop does; nothing stands on boards."""
+        method, settings = self.method, self.settings
+        whole = isinstance(method, OneModel) and type(method).aggregate is OneModel.aggregate
+        if not whole or any(
+            getattr(type(method), name) is not getattr(ServerMethod, name) for name in _STEPS
+        ):
+            raise ConfigError(
+                f"schedule = 'asynchronous': with a server it is for methods that average one model, "
+                f"as FedAvg does; {method.kind} does more in a round; use 'synchronous'"
+            )
+        if self.time.max_staleness is not None or self.time.max_staleness_seconds is not None:
+            raise ConfigError(
+                "time.max_staleness is for peer-to-peer methods; a server weighs updates by their "
+                "staleness: leave it out"
+            )
+        variances = {one.name for one in ServerMethod.reports} & set(map(str, settings.metrics))
+        if variances:
+            raise ConfigError(
+                f"metrics has {sorted(variances)[0]!r}, which is over the cohort of a round; with "
+                "schedule = 'asynchronous' there is none: leave it out"
+            )
+        assert isinstance(method, ServerMethod)
+        self.server_method, self.rule = method, self.time.server_rule
+        expected = f"at most {len(self.task)}, the number of clients"
+        if self.rule.size > len(self.task):
+            raise ConfigError(f"time.server.buffer is {self.rule.size}; expected {expected}")
+        self.version = 0  # how many models the server has made
+        self.begun = np.zeros(len(self.task), dtype=np.int64)  # version with which each began
+        self.begun_at = np.zeros(len(self.task), dtype=np.int64)  # and when
+        self.models: dict[int, Tensor] = {0: self._server_model}  # which somebody still needs
+        # of updates that are collected: the client, what it trained, and the version it began with
+        self.collected: list[tuple[int, Tensor, int]] = []
+
+    @property
+    def _server_model(self) -> Float[Tensor, " params"]:
+        return self.state.shared.models[0]
+
+    # ------------------------------------------------------------------ the order of events
+
+    def _start(self) -> None:
+        self.state, self.flight = copy_state(self.state), copy_state(self.state)
+        self._down, self._up = self._count_bytes()
+        for client in range(len(self.task)):
+            self._begin(client, 0)
+
+    def _count_bytes(self) -> tuple[int, int]:
+        """Return the bytes of a model that is fetched, and of what is sent."""
+        one = torch.zeros(1, dtype=torch.int64)
+        state = self.state.select_rows(one)
+        rnd = self._make_own_round(one, [0], self.exchange, state.params)
+        part, message = self.task.sharing, self.server_method.publish(rnd, state, {})
+        offer = narrow_message(part, Message(self._server_model[None]))
+        sent = (narrow_message(part, each) for each in (model_request(state), message))
+        return offer.row_bytes, sum(each.row_bytes for each in sent)
+
+    def _begin(self, client: int, time: int) -> int:
+        """Let a client fetch the newest model, and return when its update is at the server."""
+        row = np.array([client])
+        down = int(self.clock.move_to_server(row, np.array([float(self._down)]))[0])
+        up = int(self.clock.move_to_server(row, np.array([float(self._up)]))[0])
+        end, paused = self.clock.end_round(client, int(self.number[client]), time + down)
+        self.end[client], self.pause[client] = end + up, paused + down + up
+        self.begun[client], self.begun_at[client] = self.version, time
+        self.models[self.version] = self._server_model
+        self.trained[client] = False
+        heapq.heappush(self._queue, (end + up, client))
+        return end + up
+
+    def _run_round(self, index: int) -> None:
+        """Let virtual time pass until the next record, and record what happened."""
+        until = (index + 1) * self.time.record_nanoseconds
+        if index == 0:
+            self._start()
+        while self._queue and self._queue[0][0] <= until:
+            time, arrived = self._queue[0][0], list[int]()
+            self._train_pending(time)
+            # At one time all send before anybody fetches.
+            while self._queue and self._queue[0][0] == time:
+                arrived.append(heapq.heappop(self._queue)[1])
+            self._receive(arrived, time)
+            for client in arrived:
+                self._begin(client, time)
+            needed = {self.version, *self.begun.tolist(), *(one[2] for one in self.collected)}
+            self.models = {v: model for v, model in self.models.items() if v in needed}
+        self._record_span(index)
+
+    def _train_pending(self, until: int) -> bool:
+        """Compute all trainings that have begun, if one of them ends until some time."""
+        pending = (self.end >= 0) & ~self.trained
+        if not (pending & (self.end <= until)).any():
+            return False
+        rows = torch.from_numpy(self._choose_trainings(pending).nonzero()[0])
+        versions = sorted(set(self.begun[rows.numpy()].tolist()))
+        table = torch.stack([self.models[version] for version in versions])
+
+        def train(rows: Tensor, rounds: Sequence[int]) -> tuple[State, Info]:
+            own = self.state.select_rows(rows)
+            rnd = self._make_own_round(rows, rounds, self.exchange, own.params)
+            place = torch.from_numpy(np.searchsorted(versions, self.begun[rows.numpy()]))
+            reply = Reply(table, place[:, None]).to_inbox()
+            received = rnd.task.apply_buffer_policy(own.params, table[place])
+            own = dataclasses.replace(own, params=received)
+            return self.server_method.local_update(rnd, own, reply)
+
+        for group, (new, info) in self._act(
+            "train", rows, self.number[rows.numpy()].tolist(), train
+        ):
+            if new.moments is None and self.flight.moments is not None:
+                raise ConfigError(
+                    f"local.persistent_client_optimizer is true, and {self.method.kind} returned a "
+                    "state without moments; train with rnd.train(state), and return what it returns"
+                )
+            self.flight.assign_rows(group, new)
+            self.trained[group.numpy()] = True
+            self.train_reports |= note_reports(group, info)
+        return True
+
+    def _receive(self, arrived: Sequence[int], time: int) -> None:
+        """Take in the updates of some clients, in the order of their numbers."""
+        rows = torch.tensor(arrived, dtype=torch.int64)
+        self.state.assign_rows(rows, self.flight.select_rows(rows))
+        report = take_reports(self.train_reports, arrived)
+        ages = []
+        for client in arrived:
+            ages.append(self.version - int(self.begun[client]))
+            trained = self.state.params[client].clone()
+            self.collected.append((client, trained, int(self.begun[client])))
+            if len(self.collected) >= self.rule.size:
+                self._aggregate()
+        self.idle[rows.numpy()] += self.pause[rows.numpy()]
+        self.number[rows.numpy()] += 1
+        self.end[rows.numpy()] = -1
+        seconds = (time - self.begun_at[rows.numpy()]) / SECOND
+        report |= {
+            "ages": torch.tensor(ages)[:, None],
+            "age_seconds": torch.from_numpy(seconds)[:, None],
+            metrics.BYTES_DOWN.name: torch.full((len(rows),), self._down),
+            metrics.BYTES_UP.name: torch.full((len(rows),), self._up),
+        }
+        self._ended.append((rows, torch.from_numpy(self.number[rows.numpy()] - 1), report))
+
+    def _aggregate(self) -> None:
+        """Make a new model of the collected updates."""
+        now, models = self._server_model, []
+        for _, trained, version in self.collected:
+            staleness = self.version - version
+            models.append(self.rule.place(now, self.models[version], trained, staleness))
+        rows = torch.tensor([client for client, _, _ in self.collected], dtype=torch.int64)
+        message = Message(torch.stack(models), {"samples": self.task.num_samples[rows]})
+        door = _ServerDoor(rows)
+        rnd = dataclasses.replace(
+            self._make_round(self.version, rows, rows),
+            exchange=narrow_exchange(door, self.task.sharing, message.params),
+        )
+        shared, _ = self.server_method.send_models(rnd, message, self.state.shared)
+        self.state = dataclasses.replace(self.state, shared=shared)
+        self.collected = []
+        self.version += 1
+
+    # ------------------------------------------------------------------ results
+
+    def _record_span(self, index: int) -> None:
+        """Record the rounds that ended in a span, and the model that serves at its end."""
+        staleness = self._record_ended(index)
+        reports = self.mean_reports
+        # The server's model serves all clients, trained or not: as after a common round.
+        self._finish_round(index, torch.arange(len(self.task)), {})
+        self.mean_reports = reports
+        self._record_times(index, staleness)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return what later rounds depend on in addition to the state, for a checkpoint."""
+        if self.next_round < 1:
+            return {}
+        out = self._snapshot_clients()
+        out["version"] = torch.tensor(self.version)
+        out["begun"] = torch.from_numpy(self.begun.copy())
+        out["begun_at"] = torch.from_numpy(self.begun_at.copy())
+        out["models.versions"] = torch.tensor(list(self.models))
+        out["models.params"] = torch.stack(list(self.models.values()))
+        clients, trained, versions = [], [self.state.params[:0]], []
+        for client, row, version in self.collected:
+            clients.append(client)
+            trained.append(row[None])
+            versions.append(version)
+        out["collected.clients"] = torch.tensor(clients, dtype=torch.int64)
+        out["collected.params"] = torch.cat(trained)
+        out["collected.versions"] = torch.tensor(versions, dtype=torch.int64)
+        return out
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the result of `snapshot`."""
+        if not tensors:
+            return
+        self._restore_clients(tensors)
+        self._down, self._up = self._count_bytes()
+        self.version = int(tensors["version"])
+        self.begun, self.begun_at = (tensors[name].numpy().copy() for name in ("begun", "begun_at"))
+        device = self.state.params.device
+        rows = tensors["models.params"].to(device)
+        self.models = dict(zip(tensors["models.versions"].tolist(), rows, strict=True))
+        self.collected = list(
+            zip(
+                tensors["collected.clients"].tolist(),
+                tensors["collected.params"].to(device),
+                tensors["collected.versions"].tolist(),
+                strict=True,
+            )
+        )
+
+
+class _ServerDoor(StandingExchange):
+    """The way to the server for updates that it has collected, of which a client may have two.
+
+    Args:
+        ids: whose updates they are.
+    """
+
+    def __init__(self, ids: Int[Tensor, " updates"]) -> None:
+        self.ids = ids
+
+    def set_active(self, ids: Int[Tensor, " active"]) -> None:
+        """Do nothing: the updates say whose they are."""
+
+    def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
+        """Refuse: there are no peers."""
+        raise ExchangeError("a server collects updates; there is nobody to read from")
+
+    def ask_server(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
+        """Apply the rule to the collected updates."""
+        shared, reply = rule(shared, dataclasses.replace(message, ids=self.ids))
+        return shared, reply.to_inbox()
