@@ -48,8 +48,13 @@ def tabulate_setting(
         cluster: over which clients.
 
     Raises:
-        DataError: when there is no finished run, or the setting does not vary.
+        DataError: when there is no finished run, the setting does not vary, or several are given.
     """
+    if "," in setting:
+        raise DataError(
+            f"--setting {setting}: a table has one setting in its columns; give one of them, and the "
+            "others of a grid stand with the names of the methods"
+        )
     setting, called = split_setting(setting)
     runs, problems = load_runs(folders)
     studies: dict[Path, dict[str, Any]] = {}

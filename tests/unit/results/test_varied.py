@@ -110,7 +110,11 @@ def test_means_are_over_the_seeds_that_all_values_have(write_point):
 
 @pytest.mark.parametrize(
     ("setting", "said"),
-    [("data.shift.0.beta", "no finished run here has a setting"), ("rounds", "do not vary rounds")],
+    [
+        ("data.shift.0.beta", "no finished run here has a setting"),
+        ("rounds", "do not vary rounds"),
+        ("data.shift.0.alpha,data.train", "a table has one setting in its columns"),
+    ],
 )
 def test_a_setting_that_is_not_there_or_does_not_vary_is_said(
     write_run, tmp_path, final_rows, setting, said
