@@ -1,8 +1,8 @@
-"""Frozen weights on the disk: one file for all runs of a study.
+"""Frozen weights on the disk: one file for all runs of a study, or of all points of a sweep.
 
 Each run's folder has the file under its own name, so that it can be moved, copied and deleted like
-any other. The runs of a study link one file, which lies in the study's folder under the digest of
-its tensors. Where the file system has no links, each run has a copy.
+any other. The runs of a study link one file, which lies in the study's folder, or in that of its
+sweep, under the digest of its tensors. Where the file system has no links, each run has a copy.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ PREFIX = "frozen-"
 """With which the names of these files begin."""
 
 FOLDER = ".frozen"
-"""The folder of a study with the files that its runs link."""
+"""The folder of a study or a sweep with the files that its runs link."""
 
 
 def name_file(tensors: Mapping[str, Tensor]) -> str:
@@ -48,12 +48,18 @@ def name_file(tensors: Mapping[str, Tensor]) -> str:
 
 
 def find_shared_folder(run: Path) -> Path | None:
-    """Return where the runs of a study keep what they share; None for a run outside a study.
+    """Return where the runs of a plan keep what they share; None for a run outside a study.
 
     Args:
         run: the folder of a run.
     """
-    return run.parent.parent / FOLDER if run.name.startswith("seed-") else None
+    if not run.name.startswith("seed-"):
+        return None
+    study = run.absolute().parents[1]
+    above = study.parent
+    # The rule of `find_studies`: a sweep has a configuration, and no data.
+    is_sweep = (above / "config.toml").exists() and not (above / "federation.json").exists()
+    return (above if is_sweep else study) / FOLDER
 
 
 def write_file(tensors: Mapping[str, Tensor], name: str, folder: Path | None, path: Path) -> None:

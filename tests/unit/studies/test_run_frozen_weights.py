@@ -17,6 +17,7 @@ from coterie.results.export import export_frozen, export_model
 from coterie.runtime import _frozen, models
 from coterie.studies import config
 from coterie.studies.run import run_study
+from coterie.studies.sweep import run_sweep
 from coterie.testing import tiny_federation, tiny_settings
 
 STUDY = """
@@ -105,6 +106,26 @@ def test_a_study_has_frozen_weights_once(done: Path) -> None:
         (one,) = run.glob("frozen-*.safetensors")
         assert one.stat().st_nlink == 5  # four runs and the study
     assert disk_bytes(done, "*") < 3 * FROZEN
+
+
+@pytest.mark.full
+def test_the_points_of_a_sweep_have_frozen_weights_once(tmp_path: Path) -> None:
+    """Of two points with two runs each; a point that is moved away keeps them."""
+    text = STUDY.replace('[[methods]]\nkind = "fedavg"\n', "") + '[sweep]\n"data.train" = [8, 12]\n'
+    sweep = config.parse_study_text(text)
+    data = {seed: tiny_federation(seed=seed) for seed in (0, 1)}
+    run_sweep(sweep, out=tmp_path, federation=data.__getitem__, model=Pretrained)
+    files = [*tmp_path.glob("tiny/*/*/seed-*/frozen-*.safetensors")]
+    assert len(files) == 4
+    assert FROZEN < disk_bytes(tmp_path, "frozen-*.safetensors") < FROZEN + 1000
+    assert all(one.stat().st_nlink == 5 for one in files)  # four runs and the sweep
+    wanted = load_models(tmp_path / "tiny/train=8/local/seed-0", model=Pretrained).state_dict(0)
+    shutil.move(tmp_path / "tiny/train=8", tmp_path / "alone")
+    shutil.rmtree(tmp_path / "tiny")
+    found = load_models(tmp_path / "alone/local/seed-0", model=Pretrained)
+    left = found.state_dict(0)
+    assert left.keys() == wanted.keys()
+    assert all(torch.equal(left[name], wanted[name]) for name in wanted)
 
 
 def test_clients_share_frozen_weights_in_memory(done: Path) -> None:
