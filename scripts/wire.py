@@ -235,7 +235,7 @@ def rows() -> list[tuple[str, ...]]:
     plain = [
         (kind, {}, {})
         for kind, found in sorted(METHODS.items())
-        if "pool" not in found.needs and found.exchanges != 0
+        if "pool" not in found.needs and found.exchanges != 0 and not found.sums_groups
     ]
     same: dict[tuple[tuple[str, ...], ...], list[str]] = defaultdict(list)
     for kind, options, settings in sorted([*plain, *VARIANTS], key=lambda one: one[0]):
@@ -265,7 +265,7 @@ HEAD = f"""{MADE}# What nodes of each method send
 
 The tensors of each message of [the wire format](wire.md), as nodes of each method send them with its default settings,
 and with the settings that change what is sent. `kind` and `x` (the number of the exchange) are as in the key of the question.
-Methods without exchanges (`local`, `pooled`) send nothing.
+Methods without exchanges (`local`, `pooled`) send nothing, and means of groups (`ppdl`) are not sent between machines yet.
 
 Types are those of safetensors, with `dtype = "float32"`; with `dtype = "float64"`, what is F32 here is F64. Lengths of
 axes: `params`, the shared numbers of a model ([their order](wire.md#the-order-of-params)); `compared`, the trained ones

@@ -33,6 +33,7 @@ from coterie.methods.pens import Pens as Pens
 from coterie.methods.perfedavg import PerFedAvg as PerFedAvg
 from coterie.methods.pfedme import PFedMe as PFedMe
 from coterie.methods.pooled import Pooled as Pooled
+from coterie.methods.ppdl import Ppdl as Ppdl
 from coterie.methods.random_gossip import Random as Random
 from coterie.methods.sosicfl import (
     SosicFl as SosicFl,

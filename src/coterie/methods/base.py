@@ -295,6 +295,9 @@ class Method(Configurable, ABC):
         server: whether it needs a server.
         order: which comes first in a round when the run does not say.
         tracks: how many models each client trains in a round.
+        sums_groups: whether clients read means of groups of peers alone, and never one model: then
+            nothing that looks at single models goes with it, and there is no such exchange between
+            machines yet.
         timed_against: the kind of method against whose best accuracy the time to accuracy is
             measured.
         reports: the metrics of its own that its rounds report, in addition to those of the classes
@@ -310,6 +313,7 @@ class Method(Configurable, ABC):
     order: ClassVar[Order] = "exchange_first"
     tracks: ClassVar[int] = 1
     timed_against: ClassVar[str] = "fedavg"
+    sums_groups: ClassVar[bool] = False
     reports: ClassVar[tuple[Metric, ...]] = ()
 
     def _check_rules(self) -> None:

@@ -187,6 +187,10 @@ class RemoteExchange:
             PeersMissing: in the first exchange of a round, when peers are missing and others may be
                 drawn.
         """
+        if message.sum_only is not None:
+            raise ExchangeError(
+                "between machines no single model of a group can be hidden yet from its reader"
+            )
         started, number, clock = time.monotonic(), self._next_number(), self.post.clock
         own, message = self._own.active, replace(message, ids=self._own.active)
         check_peers(own, peers, self.roster.population)

@@ -274,6 +274,11 @@ class Node:
                 f"{self.plan.method.kind} needs the data of all members in one place; between "
                 "machines data stay put"
             )
+        if self.plan.method.sums_groups:
+            raise ConfigError(
+                f"{self.plan.method.kind} reads means of groups, and between machines there is no "
+                "exchange yet that hides each model of a group: it runs in a simulation only"
+            )
         if self.plan.method.server and not self.roster.server:
             raise ConfigError(f"{self.plan.method.kind} needs a server; this roster names none")
         if self.plan.settings.attacks is not None:

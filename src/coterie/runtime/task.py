@@ -44,6 +44,13 @@ def make_task(
     """
     if settings.secure_terms is not None and (reason := method.needs_single_models):
         raise ConfigError(f"secure_aggregation is set; {method.kind} cannot have it: {reason}")
+    if method.sums_groups:
+        for name in ("acceptance", "attacks"):
+            if getattr(settings, name):
+                raise ConfigError(
+                    f"{name} is set; {method.kind} cannot have it: its clients see means of groups, "
+                    "and no single model"
+                )
     local = settings.local
     # Imports fail here, before anything is written, and with the name of the setting.
     for name, path in custom_functions(method).items():

@@ -138,10 +138,10 @@ def audit_study(
     network = model if model is not None else study.model.named_model
     for label in [entry.label for entry in study.methods]:
         entry = study.scale_method(label)
-        if entry.settings.secure_terms is not None:
+        if entry.settings.secure_terms is not None or entry.method.sums_groups:
             raise ConfigError(
-                f"secure_aggregation is set; audit-privacy attacks the models that {label} sends, "
-                "and nobody sees these: leave it out to measure what it hides"
+                f"audit-privacy attacks the models that clients send, and with {label} nobody sees "
+                "a single one (secure_aggregation, or means of groups)"
             )
         own = entry.settings.local
         # First without DP-SGD, then with that of the study or the given one.

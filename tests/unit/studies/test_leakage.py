@@ -119,7 +119,7 @@ def test_bad_input_is_refused():
     with pytest.raises(ConfigError, match="shadows is 5; expected an even number, 6 or more"):
         next(leakage.audit_study(study, shadows=5))
     hidden = make_study([METHODS["fedavg"]()], settings=Settings(secure_aggregation=True), seeds=1)
-    with pytest.raises(ConfigError, match="audit-privacy attacks the models that fedavg sends"):
+    with pytest.raises(ConfigError, match="with fedavg nobody sees a single one"):
         next(leakage.audit_study(hidden, federation=noisy(4, 8), model="linear"))
     single = noisy(2, 9)
     split = single.split.clone()
