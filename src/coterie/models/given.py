@@ -3,6 +3,7 @@
 import copy
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -65,7 +66,40 @@ def check_module(module: object, what: str) -> nn.Module:
                 "copy of a module keeps, PyTorch's neither; change the gradient in forward, such as "
                 "weight * mask + (weight * (1 - mask)).detach(), or take the hook away"
             )
+    if {id(one) for one in module.parameters()} != {
+        id(one) for _, one in module.named_parameters()
+    }:
+        raise ModelError(
+            f"{what} has other parameters() than named_parameters(), so that it is not clear which "
+            "are trained; take the override away, and freeze the others by requires_grad_(False)"
+        )
+    _warn_of_unregistered_layers(module)
     return module
+
+
+def _warn_of_unregistered_layers(module: nn.Module) -> None:
+    """Warn of a layer in a list or a table, which PyTorch neither trains nor stores."""
+    known = {id(part) for part in module.modules()}
+    for path, part in module.named_modules():
+        if type(part).__module__.startswith("coterie."):
+            continue  # layers that are made here hold prototypes so
+        for name, value in vars(part).items():
+            # `_modules` and the like are tables of what is registered.
+            values = list(value.values()) if isinstance(value, dict) else value
+            if not isinstance(values, list | tuple):
+                continue
+            for one in values:
+                if not isinstance(one, nn.Module) or id(one) in known:
+                    continue
+                if any(tensor.requires_grad for tensor in one.parameters()):
+                    where = f"{path}.{name}" if path else name
+                    warnings.warn(
+                        f"the module has a {type(one).__name__} in {where!r}, a {type(value).__name__}, "
+                        "where PyTorch neither trains nor stores it; use nn.ModuleList or "
+                        "nn.ModuleDict, or freeze it if that is meant",
+                        stacklevel=4,
+                    )
+                    return
 
 
 def _has_gradient_hook(parameter: Tensor) -> bool:
@@ -193,7 +227,13 @@ def copy_deeply(module: ModuleType, memo: dict[int, Any] | None = None) -> Modul
         for part in module.modules():
             if isinstance(part, nn.RNNBase) and parametrize.is_parametrized(part):
                 part._flat_weights = [getattr(part, name) for name in part._flat_weights_names]
-        return copy.deepcopy(module, memo)
+        try:
+            return copy.deepcopy(module, memo)
+        except TypeError as error:  # of a lock, a file or a generator, says Python
+            raise ModelError(
+                f"the module cannot be copied ({error}), and each client trains a copy: keep what "
+                "cannot be copied outside of the module, or give the class a __deepcopy__"
+            ) from error
 
 
 def redraw_weights(module: nn.Module) -> nn.Module:

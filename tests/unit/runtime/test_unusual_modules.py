@@ -1,6 +1,7 @@
 """Modules that do what few do are trained as plain PyTorch trains them, or refused in one line."""
 
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -160,3 +161,38 @@ class TwoTypes(nn.Module):
 def test_weights_of_several_types_that_forward_converts_by_hand_are_named():
     with pytest.raises(ModelError, match=r"'wide.weight' is float64, 'linear.weight' is float32"):
         start(TwoTypes())
+
+
+class Holds(nn.Module):
+    """A linear layer, and something else."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.linear, self.other = nn.Linear(4, 2), other
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def test_a_module_that_cannot_be_copied_is_one_line():
+    for model in (Holds(threading.Lock()), lambda: Holds(threading.Lock())):
+        with pytest.raises(ModelError, match=r"cannot be copied \(cannot pickle .*lock"):
+            start(model)
+
+
+class TrainsTheHead(Holds):
+    def parameters(self, recurse=True):
+        return self.linear.parameters()
+
+
+def test_a_module_whose_parameters_are_others_than_the_named_ones_is_refused():
+    with pytest.raises(ModelError, match=r"other parameters\(\) than named_parameters\(\)"):
+        start(TrainsTheHead(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("keep", [lambda one: [one], lambda one: (one,), lambda one: {"a": one}])
+def test_a_layer_that_pytorch_does_not_see_is_said(keep):
+    with pytest.warns(UserWarning, match="a Linear in 'other', .* neither trains nor stores it"):
+        start(Holds(keep(nn.Linear(4, 2))))
+    start(Holds(keep(nn.Linear(4, 2).requires_grad_(False))))
+    start(Holds(nn.ModuleList([nn.Linear(4, 2)])))
