@@ -233,19 +233,13 @@ class PlainModule:
                     buffer.copy_(kept[name])
         return not torch.allclose(*outputs, equal_nan=True)
 
-    def has_random_gradients(self, federation: Federation, x: Tensor, y: Tensor) -> bool:
-        """Return whether the gradients of a step depend on a seed, where its outputs may not.
+    def draws(self, federation: Federation, x: Tensor) -> bool:
+        """Return whether a forward pass in training takes numbers of PyTorch's generator.
 
-        Dropout before a weight that is 0, as in a fresh adapter, changes no output.
+        Its outputs for two seeds need not show that: dropout before a weight that is 0, as in a
+        fresh adapter, changes gradients alone, and a layer that is left out of one pass in twenty
+        changes most pairs of passes not at all.
         """
-        # One pass is enough where nothing is drawn: the generator stays where it was.
-        if not self._draws(federation, x):
-            return False
-        one, other = (self.train(federation, x, y, seed) for seed in range(2))
-        return any(not torch.allclose(one[k], other[k], equal_nan=True) for k in one)
-
-    def _draws(self, federation: Federation, x: Tensor) -> bool:
-        """Return whether a forward pass in training takes numbers of PyTorch's generator."""
         self.module.train()
         kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         with self._quiet():

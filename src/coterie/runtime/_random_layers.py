@@ -10,12 +10,30 @@ import torch
 from torch import Tensor
 
 from coterie.data.rows import read_inputs
-from coterie.errors import TranslationError
+from coterie.errors import ModelError, TranslationError
 from coterie.runtime._given_data import strip_federation
 from coterie.runtime._plain import PlainModule, Values
 from coterie.runtime._trained import ADVICE, MANY_PARAMS, TrainedSide
 
 _ENTRIES = 1024  # about as many of a gradient show how far draws are from each other
+
+
+def require_repeatable(ours: TrainedSide, rows: Tensor, *, training: bool) -> None:
+    """Refuse a module whose draws, or whose memory, the seed does not decide.
+
+    Raises:
+        ModelError: when the same pass twice, with the same keys, has another loss.
+    """
+    run = ours.train if training else ours.evaluate
+    name = "training loss" if training else "evaluation loss"
+    first, second = (torch.stack([one[name] for one in run(rows)]) for _ in range(2))
+    if not torch.allclose(first, second, equal_nan=True):
+        raise ModelError(
+            f"the {name} is another when the same pass is repeated: the module draws random numbers "
+            "that PyTorch does not make (numpy's, Python's), or keeps something outside its "
+            "parameters and buffers, so that no seed repeats a run; draw with torch, keep it in a "
+            "buffer, or set check = false"
+        )
 
 
 def compare_random_loss(plain: PlainModule, ours: TrainedSide, rows: Tensor, limit: float) -> None:

@@ -38,7 +38,7 @@ from coterie.rng import Rng
 from coterie.runtime import _plain
 from coterie.runtime._given_data import compare_data, strip_federation, take_samples
 from coterie.runtime._plain import PURPOSE, PlainModule, PlainOptimizer, Values, prepare_inputs
-from coterie.runtime._random_layers import compare_draws, compare_random_loss
+from coterie.runtime._random_layers import compare_draws, compare_random_loss, require_repeatable
 from coterie.runtime._trained import ADVICE, MANY_PARAMS, TrainedSide
 
 _SAMPLES = 16  # of each client: half a usual batch, so that all comes to about two steps of one
@@ -560,13 +560,14 @@ def _compare_values(
     x = ours.inputs()[0]
     if plain.is_random(ours.federation, x, training=False):
         lines.append("outputs are random in evaluation: only their mean loss is compared")
+        require_repeatable(ours, rows, training=False)
         compare_random_loss(plain, ours, rows, both.limit)
     else:
         both.compare(rows, ours.evaluate, training=False)
-    random = plain.is_random(ours.federation, x, training=True)
-    random = random or plain.has_random_gradients(ours.federation, x, ours.targets()[0])
+    random = plain.draws(ours.federation, x) or plain.is_random(ours.federation, x, training=True)
     if random:
         lines.append("layers are random in training: means over draws are compared")
+        require_repeatable(ours, rows, training=True)
         draws = compare_draws(plain, ours, rows[0], both.limit, slow=slow)
         compared["random draws"] = float(draws)
     else:

@@ -1,9 +1,11 @@
 """The check of the translation names faults that are put in, and nothing else."""
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tests.selection import first_only
@@ -478,6 +480,63 @@ class Counting(nn.Module):
 def test_a_loss_that_depends_on_the_batch_before_gives_no_alarm(engine):
     """The second batch of an epoch then has another loss than the same samples in a first one."""
     assert "buffer" in check(build(stack(Counting, relu), engine)).compared
+
+
+class LeftOut(nn.Module):
+    """A layer that a whole pass in training leaves out with a probability, as LayerDrop does."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.inner, self.share = nn.Linear(12, 12), share
+
+    def forward(self, x):
+        is_out = self.training and bool(torch.rand(()) < self.share)
+        return x if is_out else x + torch.tanh(self.inner(x))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_a_layer_that_is_left_out_of_whole_passes_gives_no_alarm(share):
+    """Two passes are often alike, or differ in all: either way means over draws are compared."""
+    task = build(stack(relu, lambda: LeftOut(share)))
+    for seed in range(6):
+        assert "random draws" in check_translation(task, DATA, LOCAL, Rng(seed)).compared
+
+
+def test_a_layer_that_is_left_out_too_often_is_named():
+    task = build(stack(relu, lambda: LeftOut(0.05)))
+    wrong = replace(task, model=replace(task.model, make=stack(relu, lambda: LeftOut(0.95))))
+    with pytest.raises(TranslationError, match="over 128 draws"):
+        check(wrong)
+
+
+class Unseeded(nn.Module):
+    """Noise that is not PyTorch's, or a memory that is no buffer: no seed repeats it."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.python, self.numpy = kind, random.Random(0), np.random.default_rng(0)
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        if self.kind == "python":
+            return x * self.python.random()
+        if self.kind == "numpy":
+            return x * torch.from_numpy(self.numpy.random(x.shape[-1])).to(x)
+        if self.kind == "numpy in training" and self.training:
+            return x * self.numpy.random()
+        return x / (1 + 0.01 * self.passes) if self.kind == "memory" else x
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", ["python", "numpy", "numpy in training", "memory"])
+def test_what_no_seed_repeats_is_refused(kind, engine):
+    """On average it may be the given module; a second run of the same seed is another one."""
+    task = build(stack(lambda: Unseeded(kind)), engine)
+    with pytest.raises(
+        ModelError, match=r"another when the same pass is repeated.*draw with torch"
+    ):
+        check(task)
 
 
 class Deciding(nn.Module):
