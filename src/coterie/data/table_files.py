@@ -13,6 +13,8 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
+from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -165,12 +167,10 @@ def load_table(table: Any, form: CsvFormat = CsvFormat(), what: str = "the table
     if hasattr(table, "iloc"):
         _require_distinct_names([str(name) for name in table.columns], what)
     try:
-        if hasattr(table, "iloc"):  # pandas, whose index is no column
-            made = pa.Table.from_pandas(table, preserve_index=False)
-        elif hasattr(table, "to_arrow"):
-            made = table.to_arrow()
-        else:
-            made = pa.table(dict(table) if isinstance(table, Mapping) else table)
+        try:
+            made = _convert_to_arrow(table)
+        except OverflowError:  # a whole number of Python that 64 bits do not hold
+            made = _convert_to_arrow(_hold_large_numbers(table))
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         said = "; ".join(map(str, error.args))
         raise DataError(f"a column cannot be read ({said}); make its values of one kind") from None
@@ -182,6 +182,32 @@ def load_table(table: Any, form: CsvFormat = CsvFormat(), what: str = "the table
         ) from None
     _require_distinct_names(made.column_names, what)
     return LoadedTable(made, what)
+
+
+def _convert_to_arrow(table: Any) -> pa.Table:
+    if hasattr(table, "iloc"):  # pandas, whose index is no column
+        return pa.Table.from_pandas(table, preserve_index=False)
+    if hasattr(table, "to_arrow"):
+        return table.to_arrow()
+    return pa.table(dict(table) if isinstance(table, Mapping) else table)
+
+
+def _hold_large_numbers(table: Any) -> Any:
+    """Return a table of pandas, or of arrays by column, whose large whole numbers are decimals.
+
+    Arrow has no whole numbers of over 64 bits. So large are ids, of patients or of SIM cards, and
+    decimals keep all of their digits.
+    """
+    changed = table.copy(deep=False) if hasattr(table, "iloc") else dict(table)
+    for name in table:
+        values = list(table[name])
+        whole = [row for row, one in enumerate(values) if isinstance(one, Integral)]
+        # From 2^63 on and not from 2^64: no type of 64 bits has both large and negative numbers.
+        if any(abs(int(values[row])) >= 1 << 63 for row in whole):
+            for row in whole:
+                values[row] = Decimal(int(values[row]))
+            changed[name] = values
+    return changed
 
 
 def _require_distinct_names(names: Sequence[str], what: str) -> None:

@@ -364,3 +364,15 @@ def test_labels_of_a_file_are_the_classes(labels, tmp_path):
     assert made.class_names == tuple(one.removesuffix(".0") for one in labels)
     used = made.split >= 0
     assert torch.equal(made.y[used], made.x[used][:, 0].long() // 2 % 2)
+
+
+@pytest.mark.parametrize("make", [pd.DataFrame, dict])
+@pytest.mark.parametrize("first", [89440000000000000001, -(2**63) - 9, 10**40])
+def test_ids_of_more_than_64_bits_keep_their_digits(make, first):
+    """Numbers of Python, as a query of a database or of pandas gives them."""
+    ids = [first + place % 3 for place in range(24)]
+    table = make(
+        {"client": ids, "a": list(range(24)), "y": [place // 3 % 2 for place in range(24)]}
+    )
+    data = coterie.from_table(table, target="y", client="client", features=["a"])
+    assert sorted(data.client_names) == sorted({str(one) for one in ids})
