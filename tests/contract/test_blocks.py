@@ -371,6 +371,7 @@ def test_blocks_that_die_again_and_again_are_not_started_for_ever():
             {"schedule": "sequential"},
             "clients act one after another, which blocks cannot",
         ),
+        ("random", {"time": {}}, "blocks do not know the times of each other"),
         (
             "random",
             {"attacks": [LITTLE], "patience": 2},

@@ -70,6 +70,7 @@ class AsynchronousServerLoop(AsynchronousLoop):
         if self.rule.size > len(self.task):
             raise ConfigError(f"time.server.buffer is {self.rule.size}; expected {expected}")
         self.version = 0  # how many models the server has made
+        self._left_out = 0  # updates of this span that are not valid
         self.begun = np.zeros(len(self.task), dtype=np.int64)  # version with which each began
         self.begun_at = np.zeros(len(self.task), dtype=np.int64)  # and when
         self.models: dict[int, Tensor] = {0: self._server_model}  # which somebody still needs
@@ -197,7 +198,10 @@ class AsynchronousServerLoop(AsynchronousLoop):
             self._make_round(self.version, rows, rows),
             exchange=narrow_exchange(door, self.task.sharing, message.params),
         )
-        shared, _ = self.server_method.send_models(rnd, message, self.state.shared)
+        shared, report = self.server_method.send_models(rnd, message, self.state.shared)
+        if metrics.REFUSED.name in report:
+            # By client, of which a buffer may hold two updates.
+            self._left_out += sum(client in self.refused for client in rows.tolist())
         self.state = dataclasses.replace(self.state, shared=shared)
         self.collected = []
         self.version += 1
@@ -207,6 +211,13 @@ class AsynchronousServerLoop(AsynchronousLoop):
     def _record_span(self, index: int) -> None:
         """Record the rounds that ended in a span, and the model that serves at its end."""
         staleness = self._record_ended(index)
+        # Of the server, and so the same for all clients, as in a common round.
+        if self._left_out:
+            count = torch.full((len(self.task),), self._left_out)
+            self.record.add_metrics(
+                index, self.task.ids, "train", "current", {metrics.REFUSED.name: count}
+            )
+            self._left_out = 0
         reports = self.mean_reports
         # The server's model serves all clients, trained or not: as after a common round.
         self._finish_round(index, torch.arange(len(self.task)), {})

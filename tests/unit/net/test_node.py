@@ -222,6 +222,11 @@ def test_nobody_is_made_to_attack_between_machines(networks):
         network.node(0)
 
 
+def test_time_between_machines_is_real(networks):
+    with pytest.raises(ConfigError, match="time is set; between machines time is real"):
+        networks("random", time={"round_seconds": 2.0}).node(0)
+
+
 SHARED = [
     ("dac", {"num_peers": 2, "similarity": "cos_grad"}),
     ("dac", {"num_peers": 2, "loss_direction": "push"}),

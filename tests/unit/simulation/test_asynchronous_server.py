@@ -236,8 +236,27 @@ def test_private_columns_stay_with_their_client():
 def test_an_update_that_is_not_finite_is_left_out():
     """All updates overflow: none is taken in, and the server's model stays as it was."""
     with pytest.warns(UserWarning, match="the server left out the message"):
-        result = run("fedavg", local=LocalTraining(lr=1e300, epochs=1), rounds=2, check=False)
+        result = run(
+            "fedavg",
+            local=LocalTraining(lr=1e300, epochs=1),
+            rounds=2,
+            check=False,
+            dtype="float32",
+        )
     assert result.params.isfinite().all()
+    # 2 and 2 rounds of 2 and 5 s are over after 5 s, and 1 of 3 and of 4 s: one buffer of 4
+    time = {"round_seconds": [2.0, 3.0, 4.0, 5.0, 7.0, 2.0], "record_seconds": 5.0}
+    with pytest.warns(UserWarning, match="the server left out the message"):
+        result = run(
+            "fedavg",
+            local=LocalTraining(lr=1e300, epochs=1),
+            dtype="float32",
+            rounds=1,
+            check=False,
+            time={**time, "server": {"kind": "fedbuff", "buffer": 4}},
+        )
+    left_out = result.metrics[result.metrics["metric"] == "refused"]["value"]
+    assert left_out.tolist() == [4.0] * CLIENTS
 
 
 # ---------------------------------------------------------------- what is refused
