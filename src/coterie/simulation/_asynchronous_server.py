@@ -66,9 +66,6 @@ class AsynchronousServerLoop(AsynchronousLoop):
             )
         assert isinstance(method, ServerMethod)
         self.server_method, self.rule = method, self.time.server_rule
-        expected = f"at most {len(self.task)}, the number of clients"
-        if self.rule.size > len(self.task):
-            raise ConfigError(f"time.server.buffer is {self.rule.size}; expected {expected}")
         self.version = 0  # how many models the server has made
         self._left_out = 0  # updates of this span that are not valid
         self.begun = np.zeros(len(self.task), dtype=np.int64)  # version with which each began
