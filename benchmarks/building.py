@@ -37,7 +37,8 @@ def build(name: str, entry: Entry) -> dict[str, Any]:
     layout, loss = engine.layout, engine.objective
     traces = trace_module(layout, loss, x[0], y[0])
     nodes = [*traces.train.nodes, *traces.judge.nodes]
-    forecast = CompilingForecast.predict(traces, count_products(layout, x[0]), 0.0, None)
+    products = count_products(layout, x[0])
+    forecast = CompilingForecast.predict(traces, products, 0.0, None, runs=0)
     began = processor_seconds()
     CompiledEngine(layout, loss, x[0], y[0], traces)
     took = processor_seconds() - began

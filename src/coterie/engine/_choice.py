@@ -32,6 +32,8 @@ ENGINES: dict[str, type[Engine]] = {
 # Predicted seconds, within a factor of two of what benchmarks/building.py measures. Building a
 # program: to begin, for a node of its graphs, for a convolution in them.
 _BUILD, _BUILD_NODE, _BUILD_CONVOLUTION = 2.3, 0.004, 0.1
+# What each run takes to record a node and to find the program again: 0.2 to 0.7 ms were measured.
+_RECORD_NODE = 3e-4
 # What a program saves: a node of the graph of a step is a call of PyTorch, whatever the batch, and
 # a product of a sample in the forward pass is faster, together with two in the backward pass.
 _CALL, _PRODUCT = 4e-6, 5e-11
@@ -115,7 +117,7 @@ class CompilingForecast:
 
     @staticmethod
     def predict(
-        traces: Traces, products: int, samples: float, batch_size: int | None
+        traces: Traces, products: int, samples: float, batch_size: int | None, runs: int = 1
     ) -> "CompilingForecast":
         """Return the forecast of a module.
 
@@ -124,15 +126,19 @@ class CompilingForecast:
             products: multiplications in the forward pass of a sample; see `count_products`.
             samples: on which models are trained in all.
             batch_size: samples of a step; None for unknown.
+            runs: that share the program.
         """
         nodes = [*traces.train.nodes, *traces.judge.nodes]
         convolutions = sum(node.name.startswith("convolution") for node in nodes)
-        cost = _BUILD + _BUILD_NODE * len(nodes) + _BUILD_CONVOLUTION * convolutions
+        of_nodes = (_BUILD_NODE + _RECORD_NODE * runs) * len(nodes)
+        cost = _BUILD + of_nodes + _BUILD_CONVOLUTION * convolutions
         calls = _CALL * len(traces.train.nodes) / (batch_size or _USUAL_BATCH)
         return CompilingForecast(cost, samples * (calls + _PRODUCT * products))
 
     @staticmethod
-    def bound_share(products: int, samples: float, batch_size: int | None) -> float | None:
+    def bound_share(
+        products: int, samples: float, batch_size: int | None, runs: int = 1
+    ) -> float | None:
         """Return at most which share of its cost compiling saves, whatever the graphs are.
 
         Each node costs and saves, and so do the beginning and the products: their sums have a ratio
@@ -143,10 +149,10 @@ class CompilingForecast:
             record them takes as long as a short run.
         """
         of_nodes = _CALL * samples / (batch_size or _USUAL_BATCH)
-        of_products = _PRODUCT * products * samples
-        if of_nodes >= _BUILD_NODE or of_products >= _BUILD:
-            return None
-        return max(of_nodes / _BUILD_NODE, of_products / _BUILD)
+        of_nodes /= _BUILD_NODE + _RECORD_NODE * runs
+        of_products = _PRODUCT * products * samples / _BUILD
+        share = max(of_nodes, of_products)
+        return share if share < 1 else None
 
     @property
     def is_worthwhile(self) -> bool:
@@ -188,6 +194,7 @@ def make_engine(
     *,
     batch_size: int | None = None,
     clients: int | None = None,
+    runs: int = 1,
     precision: str = "full",
     cuda_graphs: bool = False,
     custom_optimizer: str | None = None,
@@ -206,6 +213,7 @@ def make_engine(
         batch_size: samples of a client's step; "auto" batches clients only where that is expected
             to be faster.
         clients: that train in a round, of the whole population.
+        runs: of which `expected` is the work; each records the graphs of a program again.
         precision: see `engine.precision.product_precision`.
         cuda_graphs: see `VmapEngine`.
         custom_optimizer: the import path of an optimizer that only the loop engine runs; None for
@@ -268,13 +276,13 @@ def make_engine(
     if name in ("auto", "compiled"):
         unfit = None
         if name == "auto" and not portable:
-            unfit = _why_not_compile(x.device, products, expected, batch_size, precision)
+            unfit = _why_not_compile(x.device, products, expected, batch_size, runs, precision)
         if unfit is None:
             try:
                 traces = None
                 if name == "auto" and not portable:
                     traces = trace_module(layout, objective, x, y)
-                    unfit = _find_too_little_work(traces, products, expected, batch_size)
+                    unfit = _find_too_little_work(traces, products, expected, batch_size, runs)
                 if unfit is None:
                     return _set_reason(
                         CompiledEngine(layout, objective, x, y, traces, portable), name
@@ -332,6 +340,7 @@ def _why_not_compile(
     products: int,
     expected: float | None,
     batch_size: int | None,
+    runs: int,
     precision: str,
 ) -> str | None:
     """Return why "auto" does not compile a module, if its graphs need not be recorded to know."""
@@ -341,7 +350,7 @@ def _why_not_compile(
         return "native programs compute in full precision"
     if expected is None or expected < _FEW:
         return "too little work to compile"
-    share = CompilingForecast.bound_share(products, expected, batch_size)
+    share = CompilingForecast.bound_share(products, expected, batch_size, runs)
     if share is None:
         return None
     return (
@@ -367,10 +376,10 @@ def _describe_types(layout: Layout) -> str:
 
 
 def _find_too_little_work(
-    traces: Traces, products: int, expected: float | None, batch_size: int | None
+    traces: Traces, products: int, expected: float | None, batch_size: int | None, runs: int
 ) -> str | None:
     """Return what compiling would cost and save, if that is less; see `CompilingForecast`."""
-    found = CompilingForecast.predict(traces, products, expected or 0.0, batch_size)
+    found = CompilingForecast.predict(traces, products, expected or 0.0, batch_size, runs)
     if found.is_worthwhile:
         return None
     return (

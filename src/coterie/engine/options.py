@@ -113,6 +113,7 @@ class Workload:
             None for a few.
         batch_size: samples of a client's step; None for unknown.
         clients: that train in a round, in all processes; None for unknown.
+        runs: of the plan, of which `train_samples` are.
         custom_optimizer: `LocalTraining.custom_optimizer`, which only the loop engine runs.
     """
 
@@ -120,6 +121,7 @@ class Workload:
     train_samples: float | None = None
     batch_size: int | None = None
     clients: int | None = None
+    runs: int = 1
     custom_optimizer: str | None = None
 
     @staticmethod
@@ -147,4 +149,4 @@ class Workload:
         # One training more than rounds: the warm-up before the first exchange.
         total = samples * (rounds + 1) * runs
         clients = cohort_size(federation.population, participation)
-        return Workload(rounds, total, local.batch_size, clients, local.custom_optimizer)
+        return Workload(rounds, total, local.batch_size, clients, runs, local.custom_optimizer)

@@ -124,6 +124,7 @@ class Task:
             work.train_samples,
             batch_size=work.batch_size,
             clients=work.clients,
+            runs=work.runs,
             precision=options.precision,
             cuda_graphs=options.cuda_graphs,
             custom_optimizer=work.custom_optimizer,

@@ -435,7 +435,7 @@ def test_auto_compiles_where_it_pays_whatever_was_compiled_before():
 
 
 def test_a_larger_graph_takes_longer_to_compile_and_saves_more():
-    """By hand: 2.3 s to begin, 4 ms for a node, 0.1 s for a convolution; 4 us for a call."""
+    """By hand: 2.3 s to begin, 4 ms and five runs of 0.3 for a node, 0.1 s for a convolution; 4 us for a call."""
 
     def forecast(module: nn.Module, samples: float, batch_size: int | None) -> tuple[float, float]:
         layout, y = Layout(module), torch.tensor([0, 1, 2, 0])
@@ -443,13 +443,14 @@ def test_a_larger_graph_takes_longer_to_compile_and_saves_more():
         traces = trace_module(layout, cross_entropy, x, y)
         nodes = len(traces.train.nodes), len(traces.judge.nodes)
         products = _choice.count_products(layout, x)
-        found = _choice.CompilingForecast.predict(traces, products, samples, batch_size)
+        runs = 5
+        found = _choice.CompilingForecast.predict(traces, products, samples, batch_size, runs)
         some = sum(
             n.name.startswith("convolution") for n in (*traces.train.nodes, *traces.judge.nodes)
         )
         # Forward in both graphs, and its gradient in that of the step.
         assert some == 3 * sum(isinstance(part, nn.Conv2d) for part in module)
-        assert found.cost == pytest.approx(2.3 + sum(nodes) / 250 + some / 10)
+        assert found.cost == pytest.approx(2.3 + sum(nodes) * (0.004 + 5 * 0.0003) + some / 10)
         calls = 4e-6 * nodes[0] / (batch_size or 32)
         assert found.saving == pytest.approx(samples * (calls + 5e-11 * products))
         assert found.is_worthwhile == (found.saving > found.cost)
@@ -463,6 +464,21 @@ def test_a_larger_graph_takes_longer_to_compile_and_saves_more():
         assert one[1] < other[1]
     # A step costs its calls, so smaller batches have more of them to save.
     assert forecast(small, 1e4, 8)[1] > 3 * forecast(small, 1e4, 64)[1]
+
+
+def test_graphs_that_many_short_runs_would_record_again_are_not_recorded_to_choose(monkeypatch):
+    """40 runs of 50 steps: a node saves 4 us a step, 8 ms in all; it takes 4 ms once and 0.3 a run, 16 in all."""
+    layout = Layout(nn.Sequential(nn.Flatten(), nn.Linear(7, 3)), torch.float64)
+    x, y = torch.zeros(2, 7, dtype=torch.float64), torch.tensor([0, 1])
+
+    def make(runs):
+        return engines.make_engine(
+            "auto", layout, cross_entropy, x, y, 40 * 50 * 32, batch_size=32, runs=runs
+        ).reason
+
+    assert "which takes about 2." in make(1)
+    monkeypatch.setattr(_choice, "trace_module", None)
+    assert "would save at most 50.0% of what it takes" in make(40)
 
 
 @pytest.mark.parametrize(("batch_size", "name"), [(None, "vmap"), (8, "vmap"), (400, "loop")])
@@ -545,8 +561,8 @@ def test_an_engine_says_which_layer_keeps_a_faster_one_away():
     assert reason(expected=10) == vmap + "too little work to compile"
     # What compiling would gain, in one line: a plain stack of two layers, some thousand samples.
     little = "too little work to compile, which takes over 2.3 s and would save at most "
-    # 3,000 samples in batches of 32 are 94 steps: 4 us of each call against 4 ms to build it
-    assert reason(expected=3000) == vmap + little + "9.4% of what it takes"
+    # 3,000 samples in batches of 32 are 94 steps: 4 us of each call against 4.3 ms to build and record it
+    assert reason(expected=3000) == vmap + little + "8.7% of what it takes"
     more = r"too little work to compile, which takes about 2\.\d s and would save 0\.\d+ s"
     assert re.fullmatch(vmap + more, reason(expected=110_000))
     assert reason(precision="bf16") == vmap + "native programs compute in full precision"
