@@ -15,7 +15,12 @@ from jaxtyping import Float
 
 from coterie._util.settings import Configurable
 from coterie.data.coding import MOST, WHOLE, code_targets, number_clients, write_category
-from coterie.data.guesses import warn_about_columns, warn_about_ids, warn_about_lookalikes
+from coterie.data.guesses import (
+    fold_look,
+    warn_about_columns,
+    warn_about_ids,
+    warn_about_lookalikes,
+)
 from coterie.data.preparation import FILLS, ColumnPreparation, Preparation, TableColumn
 from coterie.data.schema import TableSchema
 from coterie.data.source import InputPart, Samples, Source
@@ -691,10 +696,15 @@ def _encode_categories(
         strange = np.flatnonzero(code < 0)
         if len(strange):
             found = encoded[int(strange[0])].as_py()
+            look = fold_look(str(found)).casefold()
+            alike = [one for one in map(str, known) if fold_look(one).casefold() == look]
+            hint = ""
+            if alike:
+                hint = f"; it differs from {alike[0]!r} in case, spaces or how accents are written"
             raise DataError(
                 f"column {name!r} is {found!r} {table.locate_row(int(strange[0]))}; expected one "
                 "of its categories: "
-                f"{', '.join(map(str, known[:20]))}"
+                f"{', '.join(map(str, known[:20]))}{hint}"
             )
         codes.append(code)
     return known, codes

@@ -166,3 +166,19 @@ def test_another_hospitals_table_means_the_same_by_the_schema_or_says_what_may_n
     assert (same.y == data.y).all()
     with pytest.raises(DataError, match=r"'fever' .* is 2 in row 0; expected .* as in the schema"):
         coterie.from_table(told.assign(fever=told.fever.astype(int) + 1), **options)
+
+
+@pytest.mark.parametrize("written", ["Fru\u0308her", " früher", "FRÜHER"])
+def test_a_category_that_only_looks_like_a_known_one_says_in_what_it_differs(written):
+    told = table(smokes=np.where(np.arange(ROWS) % 2, "früher", "nie"))
+    later = told.drop(columns="hospital").head(4).assign(smokes=["nie", written, "nie", "nie"])
+    with pytest.raises(
+        DataError, match=r"in row 1; .* differs from 'früher' in case, spaces or how"
+    ):
+        coterie.from_table(
+            told,
+            client="hospital",
+            target="ill",
+            test=later,
+            categories={"smokes": ["früher", "nie"]},
+        )
