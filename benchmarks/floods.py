@@ -31,7 +31,8 @@ import torch
 
 from coterie.exchange.base import Message
 from coterie.net.exchange import RemoteExchange
-from coterie.net.grpc_transport import GrpcTransport, raise_file_limit
+from coterie.net.grpc_server import raise_file_limit
+from coterie.net.grpc_transport import GrpcTransport
 from coterie.net.log import Log
 from coterie.net.outbox import Missing
 from coterie.net.post import Post, Terms

@@ -23,6 +23,7 @@ from coterie.engine.task import LocalTraining
 from coterie.methods import METHODS, registry
 from coterie.methods.dac import Dac
 from coterie.net.nodefile import DataSource, NetworkSettings, NodeFile
+from coterie.net.relay import RelayFile
 from coterie.runtime.settings import Settings
 from coterie.runtime.virtual_time import VirtualTime
 from coterie.studies import config
@@ -218,9 +219,10 @@ def node_file() -> str:
         if not row.startswith(("| `data`", "| `network`", "| `folder`"))
     ]
     lines += ["## Top level", "", "Paths are relative to the file.", "", *top, ""]
-    return "\n".join(
-        [*lines, "## [data]", "", *rows(DataSource), "", "## [network]", "", *rows(NetworkSettings)]
-    )
+    lines += ["## [data]", "", *rows(DataSource), "", "## [network]", "", *rows(NetworkSettings)]
+    relay = [row for row in rows(RelayFile) if not row.startswith("| `folder`")]
+    about = "What the file of `coterie relay` can say. Paths are relative to the file."
+    return "\n".join([*lines, "", "## relay.toml", "", about, "", *relay])
 
 
 def pages() -> dict[Path, str]:

@@ -1,12 +1,16 @@
 """Every transport keeps the same contract: in one process and over the network."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
+from tests.selection import full
 
-from coterie.net import local
+from coterie.net import identity, local
 from coterie.net.grpc_transport import GrpcTransport
 from coterie.net.outbox import Missing
+from coterie.net.relay import Relay
+from coterie.net.roster import Member
 from coterie.net.transport import Hub, InProcess
 from coterie.testing import check_transport
 
@@ -29,6 +33,30 @@ def test_the_transport_over_grpc_keeps_the_contract(insecure, tmp_path, port):
                 stack.enter_context(GrpcTransport(roster, own.name, None if insecure else own))
                 for own in people
             ]
+            return roster, tuple(own.key for own in people), transports
+
+        check_transport(make, port=port)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("outbound", [full("all"), "one"])
+def test_members_that_only_dial_out_keep_the_contract(outbound, tmp_path, port):
+    """All of them behind one relay; or one, which the others reach by its own streams alone."""
+    with ExitStack() as stack:
+
+        def make(roster, keys):
+            some = len(roster.members) if outbound == "all" else 1
+            hidden = tuple(replace(m, address=identity.OUTBOUND) for m in roster.members[:some])
+            relays = (Member("relay", f"127.0.0.1:{port + 50}", ()),) if outbound == "all" else ()
+            roster = replace(roster, members=(*hidden, *roster.members[some:]), relays=relays)
+            roster, people = local.create_credentials(tmp_path, roster)
+            for own in people[len(roster.members) :]:
+                stack.enter_context(Relay(roster, own.name, own))
+            people = people[: len(roster.members)]
+            transports = [stack.enter_context(GrpcTransport(roster, p.name, p)) for p in people]
+            if outbound == "one":  # it asks first: nobody can know of it before
+                for other in roster.members[1:]:
+                    transports[0].ask_roster(other.name, 5.0)
             return roster, tuple(own.key for own in people), transports
 
         check_transport(make, port=port)

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli.app import app
 from coterie.net import nodefile
+from coterie.net.relay import RelayFile
 from coterie.studies.config import load_study, parse_study_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +57,7 @@ NOT_RUN = {
     "how-to/machines.md": 3,
     "how-to/cluster.md": 9,
     "how-to/watch-and-track.md": 2,
+    "how-to/no-open-port.md": 1,
 }
 
 
@@ -287,6 +289,9 @@ def test_the_files_of_a_page_are_valid(path, tmp_path, monkeypatch):
         if block.title == "node.toml":
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")
             assert nodefile.load(tmp_path / block.title).data != nodefile.DataSource()
+        elif block.title == "relay.toml":
+            (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+            assert RelayFile.load(tmp_path / block.title).tunnels
         else:
             assert parse_study_text(block.text).methods
 

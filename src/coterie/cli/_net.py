@@ -38,6 +38,7 @@ def add_commands(app: typer.Typer) -> None:
     """Add these commands to the program's."""
     app.add_typer(net, name="net")
     app.command("node")(run_node)
+    app.command("relay")(run_relay)
     app.command("doctor")(run_doctor)
     app.command("up")(start_nodes)
 
@@ -91,16 +92,24 @@ def create_authority(
 @net.command("join")
 def create_member_key(
     name: Annotated[str, typer.Argument(help="This member's name: a-z, 0-9 and -.")],
-    address: Annotated[str, typer.Argument(help="host:port at which the other members reach it.")],
+    address: Annotated[
+        str,
+        typer.Argument(
+            help='host:port at which the other members reach it; "outbound" when it accepts no '
+            "connection and only dials out."
+        ),
+    ],
     folder: Annotated[Path, typer.Option(help="Folder for the key and the request.")] = Path("."),
 ) -> None:
     """Create a member's key on its own machine, and the request for the organizer.
 
-    The key stays on that machine; the request goes to the organizer.
+    The key stays on that machine; the request goes to the organizer. A relay does the
+    same.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
       coterie net join north 192.0.2.7:7447
+      coterie net join south outbound
     """
     _check_packages()
     from coterie.net import identity
@@ -120,7 +129,8 @@ def sign_member(
     address: Annotated[
         str,
         typer.Argument(
-            help="host:port as agreed with the member; the request must name this host."
+            help="host:port as agreed with the member, whose request must name this host; or "
+            '"outbound".'
         ),
     ],
     name: Annotated[
@@ -131,12 +141,17 @@ def sign_member(
         ),
     ] = "",
     days: Annotated[float, typer.Option(help="How long the certificate is valid.")] = 30.0,
+    relay: Annotated[
+        bool, typer.Option("--relay", help="It is a relay, and no member.", show_default=False)
+    ] = False,
 ) -> None:
     """Sign a member's request: write its certificate.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
       coterie net sign organizer north.csr 192.0.2.7:7447 --name north
+      coterie net sign organizer south.csr outbound --name south
+      coterie net sign organizer relay.csr 192.0.2.9:443 --name relay --relay
     """
     _check_packages()
     from coterie.net import identity, setup
@@ -148,9 +163,12 @@ def sign_member(
         )
     name = name or typer.prompt("The member's name, as agreed with it")
     # Before the certificate is written: a removed member's name is never used again.
-    setup.check_member(folder, name)
+    setup.check_member(folder, name, relay=relay)
+    if relay:
+        identity.split_address(address)  # it is dialed
     certificate = identity.sign_request(folder, request, name, address, days=days)
-    _record_member(folder, name, address)
+    record = setup.add_relay if relay else _record_member
+    record(folder, name, address)
     typer.echo(
         f"send {show_path(folder / 'members' / (name + '.pem'))} to {name}; fingerprint "
         f"{identity.fingerprint(certificate)}"
@@ -576,6 +594,23 @@ def run_node(
         raise ConfigError(f"--role is {role!r}; expected peer or server")
     # The status of the node is that of the command: a service manager decides by it.
     raise typer.Exit(process.run_node(file, role=role, insecure=insecure))
+
+
+def run_relay(
+    file: Annotated[Path, typer.Argument(metavar="RELAY.toml", help="The relay's file.")],
+) -> None:
+    """Run a relay, by which members reach the ones that only dial out.
+
+    It needs a certificate of the run, is no member, and reads nothing that passes.
+
+    [bold]Example[/bold]
+
+      coterie relay relay.toml
+    """
+    _check_packages()
+    from coterie.net import relay
+
+    relay.run_relay(file)
 
 
 def run_doctor(

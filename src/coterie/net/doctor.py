@@ -25,7 +25,7 @@ from coterie.net.node import Node, RunSpec
 from coterie.net.nodefile import NodeFile
 from coterie.net.payload import escape_text
 from coterie.net.post import Post
-from coterie.net.roster import Roster
+from coterie.net.roster import Member, Roster
 from coterie.net.transport import Delivery
 from coterie.rng import Rng
 
@@ -139,7 +139,11 @@ def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
 
 
 def check_port(patient: Patient, report: Callable[..., None]) -> bool:
-    """Check that this node can listen at its address."""
+    """Check that this node can listen at its address, if it has one."""
+    if patient.roster.member(patient.own.name).is_outbound:
+        relays = ", ".join(relay.name for relay in patient.roster.relays) or "no relay"
+        report(f"only dials out: no port is opened; on the roster: {relays}")
+        return True
     address = patient.file.listen or patient.roster.member(patient.own.name).address
     free = _is_free(address)
     text = "is free" if free else "is taken: the node runs already, or another program"
@@ -190,10 +194,12 @@ def _check_others(node: Node) -> Iterator[tuple[str, bool]]:
     """Results for each other member, for the model, and for a round."""
     roster, rates = node.roster, []
     heads_found = node.look_around(_LOOK)
+    for relay in roster.relays:
+        yield check_relay(relay)
     for name in node.other_members:
-        at = f"{name} at {roster.member(name).address}"
+        at = str(roster.member(name))
         if name not in heads_found:
-            yield f"{at}: no answer ({explain_silence(roster.member(name).address)})", False
+            yield f"{at}: no answer ({explain_silence(roster.member(name))})", False
             continue
         before = time.time()
         # A new head, since that of `look_around` may be seconds old, which would count as skew.
@@ -313,9 +319,20 @@ def find_shapes(
     return None
 
 
-def explain_silence(address: str) -> str:
+def check_relay(relay: Member) -> tuple[str, bool]:
+    """Return what a connection shows of a relay, and whether it can be dialed."""
+    try:
+        with socket.create_connection(relay.host_and_port, timeout=_CONNECT):
+            return f"relay {relay}: its port is open", True
+    except OSError:
+        return f"relay {relay}: {explain_silence(relay)}", False
+
+
+def explain_silence(member: Member) -> str:
     """Say why a member does not answer at its address, as far as a connection shows it."""
-    host, port = identities.split_address(address)
+    if member.is_outbound:
+        return "it has opened no stream to this node or to a relay: it does not run, or cannot dial out"
+    host, port = member.host_and_port
     try:
         with socket.create_connection((host, port), timeout=_CONNECT):
             return (

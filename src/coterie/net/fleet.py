@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from coterie.data.build import build_federation
 from coterie.errors import ConfigError, TransportError
 from coterie.functional.metrics import ACCURACY
 from coterie.net import head, local, nodefile
+from coterie.net.identity import OUTBOUND
 from coterie.net.roster import Member, Roster
 from coterie.results import stored_runs, summary
 from coterie.studies import config
@@ -33,12 +34,13 @@ Listener = Callable[[str, Mapping[str, Any]], None]
 
 
 class Fleet:
-    """Processes of `coterie node`, one for each node file.
+    """Processes of `coterie node`, one for each node file, and of `coterie relay`.
 
     Use it as a context manager: at the end it stops processes that still run.
 
     Args:
-        files: node.toml of each member, by name.
+        files: node.toml of each member, by name; relay.toml of a relay, whose name begins with
+            "relay".
         logs: folder for the stderr of each process; stderr of this process when None.
         listener: called with (name, event) for every line of a node's log.
         arguments: further arguments of `coterie node`.
@@ -82,7 +84,7 @@ class Fleet:
             sys.executable,
             "-m",
             "coterie",
-            "node",
+            "relay" if name.startswith("relay") else "node",
             str(self.files[name]),
         ]
         command += [*self._arguments, *arguments]
@@ -167,8 +169,12 @@ def lay_out(
     network: Mapping[str, Any] | None = None,
     days: float = 1.0,
     data_dir: Path | None = None,
+    outbound: Collection[int] = (),
+    relays: int = 0,
 ) -> dict[str, Path]:
     """Create the files for a run of a study on this host: keys, certificates, roster, node files.
+
+    Relays are relay-0, relay-1, ..., their files relay-0.toml, ..., and their ports follow.
 
     Args:
         folder: the folder of these files.
@@ -178,6 +184,8 @@ def lay_out(
         network: the [network] table of every node.
         days: validity of the certificates.
         data_dir: the folder of the study's datasets.
+        outbound: numbers of the nodes that only dial out.
+        relays: number of relays.
 
     Returns:
         The node files by member.
@@ -186,16 +194,20 @@ def lay_out(
     federation = build_federation(study.data, seed, data_dir)
     population = federation.population
     # From 32768 on, Linux takes ports for outgoing connections.
-    if port < 1024 or port + population > 32768:
+    if port < 1024 or port + population + relays > 32768:
         raise ConfigError(
-            f"ports {port} to {port + population}; expected some between 1024 and 32768"
+            f"ports {port} to {port + population + relays}; expected some between 1024 and 32768"
         )
     names = [f"node-{i:02d}" for i in range(population)]
     hosts = hosts or ["127.0.0.1"] * population
-    members = tuple(Member(n, f"{hosts[i]}:{port + i}", (i,)) for i, n in enumerate(names))
+    addresses = [OUTBOUND if i in outbound else f"{hosts[i]}:{port + i}" for i in range(population)]
+    members = tuple(Member(n, addresses[i], (i,)) for i, n in enumerate(names))
+    others = tuple(
+        Member(f"relay-{i}", f"127.0.0.1:{port + population + i}", ()) for i in range(relays)
+    )
     truth = federation.truth.cluster.tolist() if federation.truth is not None else []
     server = names[0] if plan.method.server else ""
-    who = Roster("demo", members, population, server=server, clusters=tuple(truth))
+    who = Roster("demo", members, population, server=server, clusters=tuple(truth), relays=others)
     layout = plan.make_task(federation).layout
     keys = folder / "keys"
     local.create_credentials(
@@ -207,14 +219,20 @@ def lay_out(
     )
     write_atomically(folder / "study.toml", config.format_study(study).encode())
     files = {}
-    for name in names:
+    for name in (*names, *(relay.name for relay in others)):
+        files[name] = folder / f"{name}.toml"
         own = {
-            "study": "study.toml",
             "roster": "keys/roster.toml",
             "organizer": "keys/organizer.pub",
             "ca": "keys/ca.pem",
             "key": f"keys/{name}.key",
             "certificate": f"keys/members/{name}.pem",
+        }
+        if name not in names:
+            write_atomically(files.pop(name), ("\n".join(_format_keys(own)) + "\n").encode())
+            continue
+        own |= {
+            "study": "study.toml",
             "role": "server" if name == server else "peer",
             "runs": "nodes",
         }
@@ -223,7 +241,6 @@ def lay_out(
             data["data_dir"] = str(resolve_path(data_dir))
         lines = [*_format_keys(own), "", "[data]", *_format_keys(data)]
         lines += ["", "[network]", *_format_keys(network or {})]
-        files[name] = folder / f"{name}.toml"
         write_atomically(files[name], ("\n".join(lines) + "\n").encode())
     return files
 

@@ -9,40 +9,47 @@ thread, so that a question that waits for its message costs no thread.
 """
 
 import asyncio
-import json
 import math
 import ssl
 import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
-from cryptography import x509
 
 from coterie.errors import TransportError
-from coterie.net import identity as identities
 from coterie.net.awake import AwakeClock
+from coterie.net.grpc_server import (
+    LOOKAHEAD,
+    MAX_FRAME,
+    OVER,
+    SERVICE,
+    WINDOW,
+    GrpcServer,
+    Question,
+    abort_missing,
+    parse_fields,
+    read_certificate,
+    read_error,
+)
 from coterie.net.identity import Identity, split_address
-from coterie.net.log import RateLimit, Sample
-from coterie.net.outbox import NO_LAST, REASONS, Missing, Outbox
-from coterie.net.payload import Refused, escape_text, parse_strict_json
+from coterie.net.log import RateLimit
+from coterie.net.outbox import NO_LAST, Missing, Outbox
+from coterie.net.payload import Refused, escape_text
 from coterie.net.roster import Member, Roster
 from coterie.net.transport import WAIT, Delivery, HeadSource
+from coterie.net.tunnel import Tunnels
 from coterie.net.wire import (
     CHUNK,
     KINDS,
     MAX_HEAD,
-    MAX_MANIFEST,
     MAX_ROSTER,
     SIGNATURE,
-    VERSION,
     Address,
     Assembler,
     Expectation,
@@ -52,20 +59,13 @@ from coterie.net.wire import (
     write_frame,
 )
 
-SERVICE = f"coterie.v{VERSION}"
-MAX_QUESTION = 1024  # bytes
-# Bytes of one HTTP/2 message; the library refuses a larger one before this program sees it.
-_MAX_FRAME = CHUNK + MAX_MANIFEST + SIGNATURE + 64
-_LOOKAHEAD = 4 * MAX_QUESTION  # bytes of a call that are taken before it is read
-_CALLS = 32  # that one member may have open at a node, of all kinds
-_LISTEN = 5.0  # seconds in which a question must have come
 _LEAVE = 5.0  # seconds for answers that are being sent when a node leaves
 _CONNECT = 5.0  # seconds for a connection to come up
+_AGAIN = 0.2  # seconds until a question is asked again whose way was lost
 _IDLE = 60.0  # seconds after which a link that is not used is closed
-_PAUSE = 10.0  # seconds between two events of the same refusal: nobody fills the log from outside
+_INSPECT = 10.0  # seconds between two looks at who answers at an address
 # how often a member's coming and going is logged, in how many seconds
 _CHANGES, _WITHIN = 20, 200.0
-_ENDED = "its certificate is over; it needs a new one"
 _LOOPBACK = ("127.", "::1", "localhost")
 _READY, _IDLING, _FAILED, _OVER = (
     grpc.ChannelConnectivity.READY,
@@ -76,50 +76,15 @@ _READY, _IDLING, _FAILED, _OVER = (
 _Answer = TypeVar("_Answer")
 
 
-@lru_cache(1)
-def _start_loop() -> tuple[asyncio.AbstractEventLoop, AwakeClock]:
-    """Return the event loop of this program, in a thread of its own, and the clock on it."""
-    # One for all: the library wakes every loop of a program for the events of each of them.
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="coterie-net", daemon=True).start()
-    return loop, AwakeClock(loop)
-
-
-@lru_cache(4096)
-def read_certificate(pem: bytes) -> tuple[str, float]:
-    """Return the text of a certificate's public key, empty for another kind, and when it ends."""
-    certificate = x509.load_pem_x509_certificate(pem)
-    try:
-        key = identities.encode_public_key(identities.certificate_key(certificate))
-    except TransportError:
-        key = ""
-    return key, certificate.not_valid_after_utc.timestamp()
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files as the system allows: each connection is one.
-
-    The usual limit is 1024; strangers who fill it keep a node from reading its own files.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows has no such limit
-        return
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # macOS says that there is no limit, and then refuses more than 10,240 (OPEN_MAX).
-    for number in (most, 10_240):
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (number, most))
-            return
-
-
 def check_loopback(roster: Roster, listen: str | None = None) -> None:
     """Check that all addresses are on loopback, as a run without TLS requires.
 
     Raises:
         TransportError: when a member has another address.
     """
-    for address in [*(m.address for m in roster.members), *([listen] if listen else [])]:
+    entries = (*roster.members, *roster.relays)
+    addresses = [one.address for one in entries if not one.is_outbound]
+    for address in [*addresses, *([listen] if listen else [])]:
         if not split_address(address)[0].startswith(_LOOPBACK):
             raise TransportError(
                 f"{address} is not a loopback address; without TLS only those are allowed"
@@ -137,6 +102,8 @@ class _Link:
         calls: questions that are open on it.
         missing: why the member cannot be reached now, if it could not be dialed.
         inspected: when it was looked at who answers there.
+        watch: follows its state.
+        stream: keeps a stream open on it, on which this node is called back.
     """
 
     channel: grpc.aio.Channel
@@ -145,6 +112,7 @@ class _Link:
     calls: int = 0
     missing: Missing | None = None
     watch: asyncio.Task[None] | None = None
+    stream: asyncio.Task[None] | None = None
     inspected: float = -math.inf
 
 
@@ -196,15 +164,7 @@ class _Away:
     missing: Missing
 
 
-@dataclass
-class _Question:
-    """A question of another member, whose certificate has said who it is."""
-
-    asker: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-class GrpcTransport:
+class GrpcTransport(GrpcServer):
     """The transport of one node.
 
     Always close it (it is a context manager): the others learn at once that it has left.
@@ -220,13 +180,8 @@ class GrpcTransport:
         log: receives events (see `log.Log`).
 
     Attributes:
-        turned_away: numbers of questions that were refused, by reason: "not_on_roster" (a
-            certificate of the run's authority whose key is no member's), "expired" (a member's
-            certificate that is over), "not_allowed" (what cannot be read, or is of another run) and
-            "too_many" (over the number that one member may have open). Also dials that end because
-            a member's certificate is over, or because somebody at its address has another key than
-            its own ("wrong_key"). A connection without a certificate of the authority ends before
-            anybody is known, and leaves no event.
+        turned_away: as in `GrpcServer`. Also dials that end because a member's certificate is over,
+            or because somebody at its address has another key than its own ("wrong_key").
         last_questions: when each other member has put its newest question here, by the monotonic
             clock.
     """
@@ -245,97 +200,47 @@ class GrpcTransport:
             check_loopback(roster, listen)
         elif identity.name != name:
             raise TransportError(f"the certificate is {identity.name}'s; this node is {name}")
-        self.name, self._log, self._identity = name, log, identity
-        self._address, self._lease = listen or roster.member(name).address, lease
+        super().__init__(roster, name, identity, lease=lease, log=log)
+        self._address = listen or roster.member(name).address
+        self._is_outbound = roster.member(name).is_outbound
         self._head: HeadSource | None = None
         self._sealed: Callable[[], bytes] | None = None
-        self.turned_away: Counter[str] = Counter()
         self.last_questions: dict[str, float] = {}
-        self._refusals: dict[tuple[str, str], RateLimit] = {}
         self._alive: set[str] = set()
         self._known: set[str] = set()  # seen alive before, and not known to have left
         self._changes: dict[str, RateLimit] = {}
         self._links: dict[str, _Link] = {}
         self._away: dict[str, _Away] = {}
-        self._serving: dict[str, set[asyncio.Task[Any]]] = {}
-        self._ended: set[asyncio.Task[Any]] = set()  # that serve members which a new roster removes
         self._asking: set[Future[Any]] = set()
         self._lock, self._closed, self._announced = threading.Lock(), False, False
-        self._take_roster(roster)
-        raise_file_limit()
         self.outbox = Outbox()
         # What answers need of this node: signatures, and lines of the audit log.
         self._workers = ThreadPoolExecutor(16, "coterie-answer")
-        # In order, and apart: the reader of the log may be slow.
-        self._logger = ThreadPoolExecutor(1, "coterie-log")
-        self._loop, self.clock = _start_loop()
+        self._tunnels = Tunnels(self)
         try:
             self._run(self._open())
         except BaseException:
             self._shut_down()
             raise
 
-    def _take_roster(self, roster: Roster) -> None:
-        self.roster = roster
-        self._members = {member.name: member for member in roster.members}
-        self._by_key = {member.key: member.name for member in roster.members if member.key}
-
-    def _run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
-        """Run something on the loop, and wait for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
     async def _open(self) -> None:
-        members = len(self.roster.members)
-        self._server = grpc.aio.server(
-            options=[
-                *self._link_options(),
-                # Another process must not share the port.
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", MAX_QUESTION),
-                # What is taken of a call before it is read: the library would raise it to megabytes
-                # for each of the calls of each link, as for a long way, and questions are short.
-                ("grpc.http2.bdp_probe", 0),
-                ("grpc.http2.lookahead_bytes", _LOOKAHEAD),
-                ("grpc.max_concurrent_streams", 8 * _CALLS),
-                ("grpc.http2.min_ping_interval_without_data_ms", 500),
-                ("grpc.server_handshake_timeout_ms", 10_000),
-            ],
-            maximum_concurrent_rpcs=_CALLS * (members + 32),
+        host, port = ("127.0.0.1", 0) if self._is_outbound else split_address(self._address)
+        found = await self._listen(
+            f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            {
+                "Message": (self._answer_message, _MESSAGE),
+                "Head": (self._answer_head, {"nonce": str}),
+                "Roster": (self._answer_roster, {}),
+                "Presence": (self._answer_presence, {"here": bool}),
+                "Attach": (self._tunnels.switchboard.answer_attach, {}),
+                "Accept": (self._tunnels.switchboard.answer_accept, {"tunnel": str}),
+            },
+            # Answers of members that only dial out come in as what they send to this server.
+            window=WINDOW if any(m.is_outbound for m in self.roster.members) else LOOKAHEAD,
         )
-        handlers = {
-            name: grpc.stream_stream_rpc_method_handler(self._admit(answer, expected))
-            for name, answer, expected in (
-                ("Message", self._answer_message, _MESSAGE),
-                ("Head", self._answer_head, {"nonce": str}),
-                ("Roster", self._answer_roster, {}),
-                ("Presence", self._answer_presence, {"here": bool}),
-            )
-        }
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, handlers),)
-        )
-        host, port = split_address(self._address)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            if (own := self._identity) is None:
-                self._server.add_insecure_port(address)
-            else:
-                key, certificate, ca = own.read_files()
-                self._server.add_secure_port(
-                    address, grpc.ssl_server_credentials([(key, certificate)], ca, True)
-                )
-        except RuntimeError as error:
-            raise TransportError(_explain_bind(host, port, error)) from None
-        await self._server.start()
+        self._tunnels.own_port = found if self._is_outbound else 0
+        await self._tunnels.use_roster(self.roster)
         self._sweeper = asyncio.create_task(self._close_unused_links())
-
-    def _link_options(self) -> list[tuple[str, int]]:
-        half = max(500, int(self._lease * 500))
-        return [
-            ("grpc.keepalive_time_ms", half),
-            ("grpc.keepalive_timeout_ms", half),
-            ("grpc.keepalive_permit_without_calls", 1),
-        ]
 
     def __enter__(self) -> "GrpcTransport":
         return self
@@ -345,14 +250,25 @@ class GrpcTransport:
 
     # ------------------------------------------------------------------ links
 
-    def _link_to(self, peer: str) -> _Link | None:
+    async def _locate(self, member: Member) -> tuple[str, int]:
+        """Return host and port at which a member is dialed."""
+        if member.is_outbound:
+            return "127.0.0.1", await self._tunnels.listen_for(member.name)
+        return member.host_and_port
+
+    async def _link_to(self, peer: str) -> _Link | None:
         """Return the link to a member; dial it when there is none. None when it is no member."""
         member = self._members.get(peer)
         if member is None or self._closed:
             return None
+        try:
+            at = await self._locate(member)
+        except OSError:  # this node leaves
+            return None
         link = self._links.get(peer)
         if link is None:
-            link = self._links[peer] = _Link(self._dial(member), member, time.monotonic())
+            channel = self.dial(member, at, self._longest_pause())
+            link = self._links[peer] = _Link(channel, member, time.monotonic())
             link.watch = asyncio.create_task(self._watch(link))
         return link
 
@@ -364,20 +280,28 @@ class GrpcTransport:
         """
         member = self._members.get(peer)
         if peer not in self._links and member is not None:
-            host, port = split_address(member.address)
-            try:
-                async with asyncio.timeout(seconds):
-                    found, _ = await self._loop.create_connection(asyncio.Protocol, host, port)
-                found.close()
-                self._away.pop(peer, None)
-            except (OSError, TimeoutError) as error:
+            missing = await self._try_way(member, seconds)
+            if missing is not None:
                 before = self._away.get(peer)
                 longest = self._longest_pause()
                 pause = longest / 8 if before is None else min(2 * before.pause, longest)
-                missing = Missing("unreachable", None, escape_text(error))
                 self._away[peer] = _Away(time.monotonic() + pause, pause, missing)
                 return missing
-        return self._link_to(peer) or Missing("removed")
+            self._away.pop(peer, None)
+        return await self._link_to(peer) or Missing("removed")
+
+    async def _try_way(self, member: Member, seconds: float) -> Missing | None:
+        """Return why a member cannot be dialed, or None: a plain connection, or a tunnel, is made."""
+        try:
+            async with asyncio.timeout(seconds):
+                if member.is_outbound:
+                    return await self._tunnels.prepare(member.name)
+                host, port = member.host_and_port
+                found, _ = await self._loop.create_connection(asyncio.Protocol, host, port)
+                found.close()
+        except (OSError, TimeoutError) as error:
+            return Missing("unreachable", None, escape_text(error))
+        return None
 
     async def _await_link(self, link: _Link, seconds: float) -> bool:
         """Wait so long for a link to come up; return whether it can be used.
@@ -395,30 +319,6 @@ class GrpcTransport:
         """Return the most seconds between two dials: members that are away cost little in all."""
         return max(5.0, 0.1 * len(self._members))  # some ten dials a second
 
-    def _dial(self, member: Member) -> grpc.aio.Channel:
-        host, port = split_address(member.address)
-        target = f"ipv6:[{host}]:{port}" if ":" in host else f"dns:///{host}:{port}"
-        options: list[tuple[str, Any]] = [
-            *self._link_options(),
-            ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.max_receive_message_length", _MAX_FRAME),
-            ("grpc.enable_http_proxy", 0),
-            # A new link begins without the pauses of an old one.
-            ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.initial_reconnect_backoff_ms", 500),
-            # The least time between two dials is also the time for which one is tried.
-            ("grpc.min_reconnect_backoff_ms", 5000),
-            ("grpc.max_reconnect_backoff_ms", int(1000 * self._longest_pause())),
-        ]
-        if (own := self._identity) is None:
-            return grpc.aio.insecure_channel(target, options)
-        key, certificate, ca = own.read_files()
-        if member.subject:
-            name = identities.key_host(member.subject)
-            options.append(("grpc.ssl_target_name_override", name))
-        credentials = grpc.ssl_channel_credentials(ca, key, certificate)
-        return grpc.aio.secure_channel(target, credentials, options)
-
     async def _watch(self, link: _Link) -> None:
         """Note when a link comes up or is lost; keep it up."""
         channel, peer = link.channel, link.member.name
@@ -426,18 +326,31 @@ class GrpcTransport:
         while state is not _OVER:
             if state is _READY:
                 link.missing = None
+                self._attach_to(link)
                 await self._exchange_presence(link, self._announced)
             elif state is _FAILED:
                 link.missing = link.missing or Missing("unreachable")
                 self._note_presence(peer, False)
-                if self._identity is not None and time.monotonic() - link.inspected >= _PAUSE:
+                if self._identity is not None and time.monotonic() - link.inspected >= _INSPECT:
                     link.inspected = time.monotonic()
-                    self._start_task(self._inspect(link.member))
+                    self.start_task(self._inspect(link.member))
             elif state is _IDLING:
                 # It was lost: whether the member is there shows when it is dialed again.
                 channel.get_state(try_to_connect=True)
             await channel.wait_for_state_change(state)
             state = channel.get_state()
+
+    def _attach_to(self, link: _Link) -> None:
+        """Let a member that can be dialed reach this node, if it cannot be dialed itself."""
+        if not self._is_outbound or link.member.is_outbound or link.stream is not None:
+            return
+
+        def use(more: int) -> None:
+            link.calls += more
+            link.used = time.monotonic()
+
+        name, channel = link.member.name, link.channel
+        link.stream = asyncio.create_task(self._tunnels.stay_attached(name, channel, use))
 
     async def _inspect(self, member: Member) -> None:
         """Log it when a dial ends for the certificate that is shown at a member's address.
@@ -450,9 +363,8 @@ class GrpcTransport:
         context.set_alpn_protocols(["h2"])
         try:
             async with asyncio.timeout(_CONNECT):
-                _, writer = await asyncio.open_connection(
-                    *split_address(member.address), ssl=context
-                )
+                host, port = await self._locate(member)
+                _, writer = await asyncio.open_connection(host, port, ssl=context)
             shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
             writer.transport.abort()
             key, end = read_certificate(ssl.DER_cert_to_PEM_cert(shown).encode())
@@ -462,15 +374,15 @@ class GrpcTransport:
             why = "somebody answers at its address, with another key than the roster has for it"
             self._count_refusal("wrong_key", member.name, why)
         elif end < time.time():
-            self._count_refusal("expired", member.name, _ENDED)
+            self._count_refusal("expired", member.name, OVER)
 
     async def _exchange_presence(self, link: _Link, here: bool, wait: float = 2.0) -> None:
         """Send a member whether this node takes part; its answer is whether that one does."""
         # One message and no stream, so that the answer is bounded.
         ask = link.channel.unary_unary(f"/{SERVICE}/Presence")
         with suppress(grpc.aio.AioRpcError, Refused):
-            answer = await ask(self._encode({"here": here}), timeout=wait, metadata=self._metadata)
-            there = _parse_fields(answer, {"here": bool})["here"]
+            answer = await ask(self.encode({"here": here}), timeout=wait, metadata=self.metadata)
+            there = parse_fields(answer, {"here": bool})["here"]
             if not self._closed:
                 self._note_presence(link.member.name, there)
 
@@ -479,6 +391,10 @@ class GrpcTransport:
             await asyncio.sleep(_IDLE / 4)
             for peer, link in list(self._links.items()):
                 unused = not link.calls and time.monotonic() - link.used > _IDLE
+                # It goes by a relay, and the member has opened a stream here since.
+                unused |= not link.calls and peer in self._tunnels.detours
+                # Where no relay stands in, the other side reaches this one by this link alone.
+                unused &= link.stream is None or bool(self.roster.relays)
                 # One that was here and is not is dialed until it is back.
                 if unused and (peer in self._alive or peer not in self._known):
                     await self._close_link(peer)
@@ -486,13 +402,14 @@ class GrpcTransport:
     async def _close_link(self, peer: str) -> None:
         link = self._links.pop(peer, None)
         if link is not None:
-            if link.watch is not None:
-                link.watch.cancel()
+            for task in (link.watch, link.stream):
+                if task is not None:
+                    task.cancel()
             await link.channel.close()
 
     async def _redial(self, peer: str) -> None:
         await self._close_link(peer)
-        self._link_to(peer)
+        await self._link_to(peer)
 
     def _note_contact(self, peer: str) -> None:
         """Note that a member has asked something: it can be dialed now, if it could not before."""
@@ -501,13 +418,7 @@ class GrpcTransport:
             self.last_questions[peer] = time.monotonic()
         link = self._links.get(peer)
         if link is not None and not link.calls and link.channel.get_state() is _FAILED:
-            self._start_task(self._redial(peer))
-
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something on the loop later; the loop itself holds tasks weakly only."""
-        task = asyncio.create_task(work)
-        self._serving.setdefault(self.name, set()).add(task)
-        task.add_done_callback(self._serving[self.name].discard)
+            self.start_task(self._redial(peer))
 
     def _note_presence(self, peer: str, there: bool, *, left: bool = False) -> None:
         """Note that a member takes part, or that it does not any more."""
@@ -525,7 +436,7 @@ class GrpcTransport:
             suppressed = self._changes.setdefault(peer, RateLimit(_CHANGES, _WITHIN))()
         if suppressed is not None:
             details = {"untold": suppressed} if suppressed else {}
-            self._log_event("peer_up" if there else "peer_down", peer=peer, **details)
+            self.log_event("peer_up" if there else "peer_down", peer=peer, **details)
 
     def alive_members(self) -> frozenset[str]:
         """Return the members that said, or showed, that they take part: a hint only."""
@@ -551,15 +462,11 @@ class GrpcTransport:
         for peer, link in list(self._links.items()):
             if self._members.get(peer) != link.member:
                 await self._redial(peer)
-        for peer, member in before.items():
-            now = self._members.get(peer)
-            if now is None or now.key != member.key:
-                with self._lock:
-                    self._alive.discard(peer)
-                    self._known.discard(peer)
-                for task in list(self._serving.get(peer, ())):
-                    self._ended.add(task)
-                    task.cancel()
+        await self._tunnels.use_roster(roster)
+        gone = self._end_calls(before)
+        with self._lock:
+            self._alive.difference_update(gone)
+            self._known.difference_update(gone)
 
     # ------------------------------------------------------------------ asking
 
@@ -572,8 +479,9 @@ class GrpcTransport:
         assembler, size, first, asked = Assembler(expect), 0, 0.0, started
 
         def begin() -> None:
-            nonlocal asked
-            asked = self.clock()
+            # Also a second time, when the way to the member was lost in the middle.
+            nonlocal asked, assembler, size, first
+            asked, assembler, size, first = self.clock(), Assembler(expect), 0, 0.0
 
         def take(frame: bytes) -> None:
             nonlocal size, first
@@ -596,7 +504,7 @@ class GrpcTransport:
                 return missing
             tensors = assembler.finish()
         except Refused as wrong:
-            self._log_event(
+            self.log_event(
                 "refused",
                 level="warning",
                 peer=peer,
@@ -647,13 +555,16 @@ class GrpcTransport:
     ) -> Missing | None:
         """Ask a member, and give the parts of its answer to `take`; return why there is none."""
         known, away = self._links.get(peer), self._away.get(peer)
+        if self._may_come_back(peer) and method == "Message":
+            known = away = None
         if known is None and away is not None and time.monotonic() < away.until:
             return away.missing
         if known is not None and known.missing is not None:
             # The library dials it again; hundreds of such members must cost next to nothing.
             known.used = time.monotonic()
             return known.missing
-        work = self._ask_on_loop(peer, method, question, deadline, take, patience, begin)
+        patient = self._ask_again if method == "Message" else self._ask_once
+        work = patient(peer, method, question, deadline, take, patience, begin)
         with self._lock:
             if self._closed:
                 work.close()
@@ -668,7 +579,40 @@ class GrpcTransport:
             with self._lock:
                 self._asking.discard(asked)
 
-    async def _ask_on_loop(
+    def _may_come_back(self, peer: str) -> bool:
+        """Whether it is the way to a member that is lost, for all that is known, and not the member."""
+        member = self._members.get(peer)
+        return member is not None and member.is_outbound and peer not in self._tunnels.away
+
+    async def _ask_again(
+        self,
+        peer: str,
+        method: str,
+        question: Mapping[str, Any],
+        deadline: float,
+        take: Callable[[bytes], None],
+        patience: float | None,
+        begin: Callable[[], None],
+    ) -> Missing | None:
+        """Ask, and once more for as long as only the way to the member is lost.
+
+        Who answers goes on; the relay in between may be started again.
+        """
+        end, silent = self.clock() + deadline, deadline if patience is None else patience
+        until = self.clock() + min(deadline, silent)
+        while True:
+            left = end - self.clock()
+            found = await self._ask_once(peer, method, question, left, take, patience, begin)
+            lost = found is not None and found.reason == "unreachable" and self._may_come_back(peer)
+            if not lost or self.clock() + _AGAIN > until:
+                return found
+            await asyncio.sleep(_AGAIN)
+            # A fresh one: the library tries a link that failed after a pause of its own.
+            link = self._links.get(peer)
+            if link is not None and link.channel.get_state() is _FAILED:
+                await self._close_link(peer)
+
+    async def _ask_once(
         self,
         peer: str,
         method: str,
@@ -690,7 +634,7 @@ class GrpcTransport:
         link.calls += 1
         # Without the library's own time limit, which goes on while this node cannot work.
         call = link.channel.unary_stream(f"/{SERVICE}/{method}")(
-            self._encode(question), metadata=self._metadata
+            self.encode(question), metadata=self.metadata
         )
         try:
             empty = True
@@ -706,8 +650,8 @@ class GrpcTransport:
             return Missing("timeout" if here else "unreachable", None, "no part came for too long")
         except grpc.aio.AioRpcError as error:
             if "larger than max" in (error.details() or ""):
-                raise Refused("size", f"a part of over {_MAX_FRAME} bytes") from None
-            missing = _read_error(error)
+                raise Refused("size", f"a part of over {MAX_FRAME} bytes") from None
+            missing = read_error(error)
             if link.channel.get_state() is _FAILED:
                 link.missing = missing
             return missing
@@ -716,14 +660,6 @@ class GrpcTransport:
             call.cancel()
             link.calls -= 1
             link.used = time.monotonic()
-
-    def _encode(self, question: Mapping[str, Any]) -> bytes:
-        return canonical_json({"run": self.roster.run, **question})
-
-    @property
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with a question: without certificates a member is who it says that it is."""
-        return (("coterie-name", self.name),) if self._identity is None else ()
 
     # ------------------------------------------------------------------ answering
 
@@ -760,108 +696,33 @@ class GrpcTransport:
         """Register the handler of questions for this node's roster."""
         self._sealed = sealed
 
-    def _admit(
-        self, answer: Callable[[_Question, Any], Coroutine[Any, Any, None]], expected: dict
-    ) -> Callable[[Any, Any], Coroutine[Any, Any, None]]:
-        """Return a handler that lets a member's well-formed question through, and no other."""
-
-        async def handle(requests: AsyncIterator[bytes], context: Any) -> None:
-            # Who it is comes first: nothing of anybody else is waited for or read.
-            asker = await self._identify(context)
-            open_, task = self._serving.setdefault(asker, set()), asyncio.current_task()
-            assert task is not None  # of this handler
-            if len(open_) >= _CALLS:
-                self._count_refusal("too_many", asker, f"more than {_CALLS} questions at once")
-                await _abort_missing(context, Missing("busy"))
-            open_.add(task)
-            try:
-                question = await self._read_question(asker, requests, expected)
-                if question is None:
-                    await _abort_missing(context, Missing("forbidden"))
-                self._note_contact(asker)
-                await answer(question, context)
-            except asyncio.CancelledError:
-                if task not in self._ended:
-                    raise
-                # The library would leave a call that this node ends without an end.
-                await self._abort_stranger(context)
-            finally:
-                open_.discard(task)
-                self._ended.discard(task)
-
-        return handle
-
-    async def _identify(self, context: Any) -> str:
-        """Return the member that asks, by the certificate of its connection; refuse others."""
-        if self._identity is None:
-            name = dict(context.invocation_metadata() or ()).get("coterie-name")
-            if isinstance(name, str) and name in self._members:
-                return name
-            self._count_refusal("not_on_roster", "", "a question under no member's name")
-        else:
-            pem = context.auth_context().get("x509_pem_cert", [b""])[0]
-            key, end = read_certificate(pem)
-            name = self._by_key.get(key)
-            if name is not None and end >= time.time():
-                return name
-            if name is not None:
-                self._count_refusal("expired", name, _ENDED)
-            else:
-                self._count_refusal(
-                    "not_on_roster",
-                    "",
-                    f"its certificate is valid, its key {key[:16]}... is no member's",
-                )
-        return await self._abort_stranger(context)
-
-    async def _abort_stranger(self, context: Any) -> NoReturn:
-        await context.abort(grpc.StatusCode.PERMISSION_DENIED, "not a member by the newest roster")
-        raise AssertionError("the library raises where a call is aborted")
-
-    async def _read_question(
-        self, asker: str, requests: AsyncIterator[bytes], expected: Mapping[str, type]
-    ) -> _Question | None:
-        try:
-            async with asyncio.timeout(_LISTEN):
-                body = await anext(requests)
-            fields = _parse_fields(body, {"run": str, **expected})
-            if fields["run"] != self.roster.run:
-                raise Refused("run", "it is of another run")
-            return _Question(asker, fields)
-        except Refused as refused:
-            why = escape_text(refused)
-        except (TimeoutError, StopAsyncIteration):
-            why = f"no question of at most {MAX_QUESTION} bytes came"
-        self._count_refusal("not_allowed", asker, why)
-        return None
-
-    async def _answer_presence(self, question: _Question, context: Any) -> None:
+    async def _answer_presence(self, question: Question, context: Any) -> None:
         here = question.fields["here"]
         self._note_presence(question.asker, here, left=not here)
         await context.write(canonical_json({"here": self._announced and not self._closed}))
 
-    async def _answer_head(self, question: _Question, context: Any) -> None:
+    async def _answer_head(self, question: Question, context: Any) -> None:
         nonce, head = question.fields["nonce"], self._head
         if head is None or not nonce.isalnum() or len(nonce) > 64 or not nonce.isascii():
-            await _abort_missing(context, Missing("not_ready"))
+            await abort_missing(context, Missing("not_ready"))
         await self._write_parts(context, await self._run_in_worker(head, nonce))
 
-    async def _answer_roster(self, question: _Question, context: Any) -> None:
+    async def _answer_roster(self, question: Question, context: Any) -> None:
         if self._sealed is None:
-            await _abort_missing(context, Missing("not_ready"))
+            await abort_missing(context, Missing("not_ready"))
         await self._write_parts(context, await self._run_in_worker(self._sealed))
 
     async def _write_parts(self, context: Any, data: bytes) -> None:
         for at in range(0, len(data), CHUNK):
             await context.write(data[at : at + CHUNK])
 
-    async def _answer_message(self, question: _Question, context: Any) -> None:
+    async def _answer_message(self, question: Question, context: Any) -> None:
         found, asker = question.fields, question.asker
         address = Address(found["round"], found["exchange"], found["client"], found["kind"])
         fits = -1 <= address.round < 1 << 31 and 0 <= address.exchange < 1 << 16
         if found["kind"] not in KINDS or not fits or not -1 <= address.client < 1 << 31:
             self._count_refusal("not_allowed", asker, "a message of no such address")
-            await _abort_missing(context, Missing("forbidden"))
+            await abort_missing(context, Missing("forbidden"))
         answer: asyncio.Future[Parcel | Missing] = self._loop.create_future()
 
         def give(what: Parcel | Missing) -> None:
@@ -872,7 +733,7 @@ class GrpcTransport:
             # Shielded: when the asker goes, the outbox still gives its answer once.
             what = await asyncio.shield(answer)
             if isinstance(what, Missing):
-                await _abort_missing(context, what)
+                await abort_missing(context, what)
             for attachment, chunk in what.iterate_chunks():
                 await context.write(write_frame(attachment, chunk))
         finally:
@@ -888,30 +749,6 @@ class GrpcTransport:
             return await self._loop.run_in_executor(self._workers, job, *arguments)
         except RuntimeError:  # shut down: this node leaves
             raise asyncio.CancelledError from None
-
-    # ------------------------------------------------------------------ events
-
-    def _log_event(self, event: str, **details: Any) -> None:
-        with suppress(RuntimeError):  # it leaves, and everything is logged
-            self._logger.submit(self._log, event, **details)
-
-    def _count_refusal(self, reason: str, peer: str, text: str) -> None:
-        """Count a refusal, and log it if none of its kind was logged lately."""
-        self.turned_away[reason] += 1
-        suppressed = self._refusals.setdefault((reason, peer), RateLimit(1, _PAUSE))()
-        if suppressed is not None:
-            self._log_refusal(reason, peer, text, suppressed + 1)
-
-    def _log_refusal(self, reason: str, peer: str, text: str, times: int) -> None:
-        about = {"reason": reason, **({"peer": peer} if peer else {}), "text": text, "times": times}
-        self._log_event("turned_away", level="warning", **about)
-
-    def prometheus_samples(self) -> list[Sample]:
-        """Return numbers for Prometheus."""
-        return [
-            ("coterie_turned_away_total", "questions turned away", {"reason": reason}, number)
-            for reason, number in sorted(self.turned_away.items())
-        ]
 
     # ------------------------------------------------------------------ leaving
 
@@ -935,9 +772,13 @@ class GrpcTransport:
 
     async def _leave(self) -> None:
         self._sweeper.cancel()
-        await self._server.stop(_LEAVE)
+        # Streams end first, or the server would wait for them. What is being sent through tunnels
+        # goes on, and ends with the server's answers.
+        self._tunnels.detach()
         for peer in list(self._links):
             await self._close_link(peer)
+        await self._server.stop(_LEAVE)
+        await self._tunnels.close()
 
     def _shut_down(self) -> None:
         """End the threads."""
@@ -947,71 +788,3 @@ class GrpcTransport:
 
 
 _MESSAGE = {"kind": str, "round": int, "exchange": int, "client": int, "wait": float}
-
-
-def _parse_fields(body: bytes, expected: Mapping[str, type]) -> dict[str, Any]:
-    """Read a JSON object of exactly these fields.
-
-    Raises:
-        Refused: when it is another.
-    """
-    if len(body) > MAX_QUESTION:
-        raise Refused("question", f"{len(body)} bytes; expected at most {MAX_QUESTION}")
-    document = parse_strict_json(body, "question")
-    if not isinstance(document, dict) or document.keys() != expected.keys():
-        raise Refused("question", f"expected an object with {', '.join(sorted(expected))}")
-    for name, kind in expected.items():
-        # By the exact type: a bool is an int. A whole number of seconds may come without a point.
-        if type(document[name]) is not kind and not (kind is float and type(document[name]) is int):
-            raise Refused("question", f"{name} is not of type {kind.__name__}")
-        if kind in (int, float) and not -1 <= document[name] < 1 << 53:
-            raise Refused("question", f"{name} is out of range")
-    return document
-
-
-async def _abort_missing(context: Any, missing: Missing) -> NoReturn:
-    """End a call with the reason why there is no message."""
-    text = json.dumps({"code": missing.reason, "round": missing.round}, separators=(",", ":"))
-    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, text)
-    raise AssertionError("the library raises where a call is aborted")
-
-
-_STATUS = {
-    grpc.StatusCode.DEADLINE_EXCEEDED: "timeout",
-    grpc.StatusCode.PERMISSION_DENIED: "forbidden",
-    grpc.StatusCode.RESOURCE_EXHAUSTED: "busy",
-}
-
-
-def _read_error(error: grpc.aio.AioRpcError) -> Missing:
-    """Return why a question has no answer: one of our own codes, or what the library says."""
-    details = error.details() or ""
-    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-        with suppress(Refused):
-            document = parse_strict_json(details.encode()[:MAX_QUESTION], "error")
-            document = document if isinstance(document, dict) else {}
-            code, round = document.get("code"), document.get("round")
-            if isinstance(code, str) and code in REASONS:
-                fits = type(round) is int and -2 <= round < 1 << 31
-                return Missing(code, round if fits else None)
-    reason = _STATUS.get(error.code(), "unreachable")
-    return Missing(reason, None, f"{error.code().name}: {escape_text(details)}")
-
-
-def _explain_bind(host: str, port: int, error: Exception) -> str:
-    """Say why this node cannot listen."""
-    import errno
-    import socket
-
-    why = escape_text(error)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As a server does it: a port of a connection that just ended counts as free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as found:
-            why = str(found.strerror)
-            if found.errno == errno.EADDRINUSE:
-                why = "it is in use: this node runs already, or another program does"
-    return f"cannot listen on {host}:{port}: {why}"

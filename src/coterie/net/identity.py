@@ -31,6 +31,8 @@ from coterie.net.wire import NAME, SIGNATURE
 
 _CURVE = ec.SECP256R1()
 _ALGORITHM = ec.ECDSA(hashes.SHA256())
+OUTBOUND = "outbound"
+"""The address of a member that accepts no connection: it only dials out."""
 # At most 253 characters, the limit of DNS.
 _HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
 # certificates are valid this long before they are made, for clocks that are late
@@ -74,9 +76,13 @@ def split_address(address: str) -> tuple[str, int]:
 def check_address(address: str) -> str:
     """Check an address at which others are to reach a member, and return it in its one form.
 
+    That of a member that accepts no connection is `OUTBOUND`.
+
     Raises:
         TransportError: when it is none, or one on which a program only listens.
     """
+    if address == OUTBOUND:
+        return address
     host, port = split_address(address)
     if _is_short_ip(host):
         raise TransportError(
@@ -299,7 +305,11 @@ def write_certificate(path: Path, certificate: x509.Certificate) -> None:
     write_atomically(path, certificate.public_bytes(serialization.Encoding.PEM))
 
 
-def _alternative_name(host: str) -> x509.SubjectAlternativeName:
+def _name_host(address: str) -> x509.SubjectAlternativeName | None:
+    """Return the alternative name for the host of an address; none for a member without."""
+    if address == OUTBOUND:
+        return None
+    host, _ = split_address(address)
     name = x509.IPAddress(ipaddress.ip_address(host)) if _is_ip(host) else x509.DNSName(host)
     return x509.SubjectAlternativeName([name])
 
@@ -370,16 +380,15 @@ def make_authority(
 
 def make_request(folder: Path, name: str, address: str) -> Path:
     """Create a member's key (`NAME.key`) and the request for its certificate (`NAME.csr`)."""
-    host, _ = split_address(check_address(address))
+    host = _name_host(check_address(address))
     key = new_key(folder / f"{check_name(name)}.key")
-    request = (
-        x509.CertificateSigningRequestBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .add_extension(_alternative_name(host), critical=False)
-        .sign(key, hashes.SHA256())
+    request = x509.CertificateSigningRequestBuilder().subject_name(
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     )
-    path = folder / f"{name}.csr"
-    write_atomically(path, request.public_bytes(serialization.Encoding.PEM))
+    if host is not None:
+        request = request.add_extension(host, critical=False)
+    path, signed = folder / f"{name}.csr", request.sign(key, hashes.SHA256())
+    write_atomically(path, signed.public_bytes(serialization.Encoding.PEM))
     return path
 
 
@@ -425,7 +434,7 @@ def sign_request(
         raise TransportError(
             f"{request} asks for the name {certificate_name(csr)}; agreed was {name}"
         )
-    key, wanted = certificate_key(csr), _alternative_name(split_address(address)[0])
+    key, wanted = certificate_key(csr), _name_host(check_address(address))
     made = folder / "members" / f"{name}.pem"
     if (
         made.exists()
@@ -443,7 +452,7 @@ def sign_request(
     if asked != wanted:
         hosts = [] if asked is None else [str(name.value) for name in asked]
         raise TransportError(
-            f"{request} asks for {', '.join(hosts) or 'no address'}; agreed was {address}"
+            f"{request} asks for {', '.join(hosts) or OUTBOUND}; agreed was {address}"
         )
     authority, ca = load_key(folder / "ca.key"), load_certificate(folder / "ca.pem")
     subject = x509.Name(
@@ -455,7 +464,9 @@ def sign_request(
     certificate = (
         _certificate_builder(subject, ca.subject, key, days, now)
         .add_extension(
-            x509.SubjectAlternativeName([*wanted, x509.DNSName(key_host(key_fingerprint(key)))]),
+            x509.SubjectAlternativeName(
+                [*(wanted or ()), x509.DNSName(key_host(key_fingerprint(key)))]
+            ),
             critical=False,
         )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)

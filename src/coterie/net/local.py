@@ -1,6 +1,6 @@
 """Whole networks on one machine, for tests and demonstrations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,13 @@ Keys = tuple[ec.EllipticCurvePrivateKey, ...]
 
 
 def make_members(
-    groups: Sequence[Sequence[int]], *, server: str = "", port: int = 21000, schema: str = ""
+    groups: Sequence[Sequence[int]],
+    *,
+    server: str = "",
+    port: int = 21000,
+    schema: str = "",
+    outbound: Collection[int] = (),
+    relays: int = 0,
 ) -> tuple[Roster, Keys]:
     """Make a roster of nodes n0, n1, ... on loopback and their keys, in memory.
 
@@ -25,18 +31,22 @@ def make_members(
         server: the node in the server role.
         port: of the first node; the others follow.
         schema: the model schema's hash.
+        outbound: numbers of nodes that only dial out.
+        relays: number of relays r0, r1, ..., whose ports follow those of the nodes.
     """
     keys = tuple(ec.generate_private_key(ec.SECP256R1()) for _ in groups)
     nodes = tuple(
         Member(
             f"n{i}",
-            f"127.0.0.1:{port + i}",
+            identity.OUTBOUND if i in outbound else f"127.0.0.1:{port + i}",
             tuple(group),
             identity.encode_public_key(keys[i].public_key()),
         )
         for i, group in enumerate(groups)
     )
-    return Roster("local", nodes, sum(map(len, groups)), server=server, schema=schema), keys
+    more = tuple(Member(f"r{i}", f"127.0.0.1:{port + len(nodes) + i}", ()) for i in range(relays))
+    made = Roster("local", nodes, sum(map(len, groups)), server=server, schema=schema, relays=more)
+    return made, keys
 
 
 def make_signer(key: ec.EllipticCurvePrivateKey) -> Callable[[bytes], bytes]:
@@ -73,14 +83,17 @@ def create_credentials(
 
     Args:
         folder: where; it must not hold keys yet.
-        who: names, addresses and clients of the members.
+        who: names, addresses and clients of the members, and the relays.
         days: how long the certificates are valid.
         study: the study's hash.
         schema: the model schema's hash.
+
+    Returns:
+        The signed roster, and the identities of the members, and after them of the relays.
     """
     identity.make_authority(folder, who.run, days=days)
     made, people = [], []
-    for member in who.members:
+    for member in who.everyone:
         request = identity.make_request(folder, member.name, member.address)
         certificate = identity.sign_request(folder, request, member.name, member.address, days=days)
         made.append(roster.add_certificate(member, certificate))
@@ -91,6 +104,9 @@ def create_credentials(
                 folder / "ca.pem",
             )
         )
-    signed = replace(who, members=tuple(made), study=study, schema=schema)
+    number = len(who.members)
+    signed = replace(
+        who, members=tuple(made[:number]), relays=tuple(made[number:]), study=study, schema=schema
+    )
     roster.write_signed(folder / "roster.toml", signed, folder / "organizer.key")
     return signed, people

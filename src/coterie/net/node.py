@@ -392,7 +392,12 @@ class Node:
 
     @property
     def other_members(self) -> list[str]:
-        """The other members that take part in the rounds."""
+        """The other members that take part in the rounds, and that this node can reach."""
+        own = self.transport.name
+        return [name for name in self._all_others if self.roster.has_way(own, name)]
+
+    @property
+    def _all_others(self) -> list[str]:
         members = (
             self.roster.members
             if self.participants is None
@@ -424,8 +429,10 @@ class Node:
         found = self.ask_heads([name]).get(name)
         if found is not None and found.inc != self.incarnation:
             began = datetime.fromtimestamp(found.inc, UTC)
+            member = self.roster.member(name)
+            where = "behind its stream" if member.is_outbound else f"at {member.address}"
             raise TransportError(
-                f"{name} runs already: at {self.roster.member(name).address} a process answers "
+                f"{name} runs already: {where} a process answers "
                 f"with its key, started on {began:%Y-%m-%d %H:%M:%S} UTC ({found.state}, round "
                 f"{found.round}); stop that one first, or make a key for another member"
             )
@@ -474,7 +481,7 @@ class Node:
             self.log(
                 "mismatch", level="error", peer=name, text=text or "another model or wire format"
             )
-        self.exchange.set_away([n for n in self.other_members if n not in met], for_good=odd)
+        self.exchange.set_away([n for n in self._all_others if n not in met], for_good=odd)
         absent = sorted(set(self.other_members) - set(met))
         self.log("met", peers=sorted(met), absent=absent, resumes=self.loop.next_round)
         self._write_journal(
@@ -657,14 +664,15 @@ class Node:
         Raises:
             TransportError: when this node's own one is over: nobody answers it any more.
         """
+        entries = {one.name: one for one in self.roster.everyone}
         for name, (days, notice) in rosters.find_ends(self.roster, datetime.now(UTC)).items():
             if notice is None:
                 continue
-            key = name, self.roster.member(name).certificate, notice
+            key = name, entries[name].certificate, notice
             if key in self._noticed:
                 continue
             self._noticed.add(key)
-            end = self.roster.member(name).expires
+            end = entries[name].expires
             if notice == 0 and name == self.transport.name:
                 raise TransportError(
                     f"the certificate of {name} ended on {end}, and the others refuse it: send the "

@@ -82,25 +82,26 @@ class Rehearsal:
         # A small answer can pass where a large one does not.
         rate = doctor.measure_rate(node.post, name)
         one = self.found[name]
-        one.head, address = head, node.roster.member(name).address
+        one.head, to = head, f"to {node.roster.member(name)}"
         if rate is None:
             if not one.out:
-                self.say(f"to {name} at {address}: it answers, but a megabyte does not come", False)
+                self.say(f"{to}: it answers, but a megabyte does not come", False)
             return
         one.out = True
         text, good = doctor.describe_head(node, head, skew, rate)
-        self.say(f"to {name} at {address}: {text}", good)
+        self.say(f"{to}: {text}", good)
 
     def conclude(self) -> bool:
         """Say what did not get through, and why; return whether all did."""
-        port = self.node.roster.member(self.node.transport.name).address.rpartition(":")[2]
+        own = self.node.roster.member(self.node.transport.name)
+        where = "by a stream or a relay" if own.is_outbound else f"at port {own.host_and_port[1]}"
         for name, one in sorted(self.found.items()):
-            address = self.node.roster.member(name).address
+            member = self.node.roster.member(name)
             if not one.out and one.head is None:
-                self.say(f"to {name} at {address}: {doctor.explain_silence(address)}", False)
+                self.say(f"to {member}: {doctor.explain_silence(member)}", False)
             if not one.came:
                 self.say(
-                    f"from {name}: nothing came in at port {port}; what its rehearsal says of this "
+                    f"from {name}: nothing came in {where}; what its rehearsal says of this "
                     "member is the reason: where packets are dropped, open the port to it",
                     False,
                 )
@@ -136,7 +137,8 @@ def rehearse(file: NodeFile, say: Say, *, seconds: float, insecure: bool = False
     with doctor.open_visitor(patient, insecure=insecure) as node:
         node.answer_visitors()
         transport, until = node.transport, time.monotonic() + seconds
-        at = file.listen or patient.roster.member(patient.own.name).address
+        own = patient.roster.member(patient.own.name)
+        at = "relays" if own.is_outbound else file.listen or own.address
         names = ", ".join(node.other_members[:10])
         report(f"listening at {at} for {seconds:.0f} s; the others rehearse now, too: {names}")
         tried = Rehearsal(node, report, lambda: frozenset(transport.last_questions))

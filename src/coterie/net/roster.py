@@ -33,7 +33,7 @@ class Member:
 
     Args:
         name: its name in the run.
-        address: host:port at which the others reach it.
+        address: host:port at which the others reach it; "outbound" when it accepts no connection.
         clients: ids of the clients it hosts; a client's id is its position in the population.
         key: its public key, 66 hexadecimal digits.
         certificate: the fingerprint of its certificate (SHA-256, hexadecimal).
@@ -55,6 +55,23 @@ class Member:
         """The common name of its certificate, by which links are allowed."""
         return self.subject or self.name
 
+    @property
+    def is_outbound(self) -> bool:
+        """Whether it accepts no connection, and only dials out."""
+        return self.address == identity.OUTBOUND
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        """Where it is dialed."""
+        return identity.split_address(self.address)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}, which only dials out"
+            if self.is_outbound
+            else f"{self.name} at {self.address}"
+        )
+
 
 @dataclass(frozen=True)
 class Roster:
@@ -73,6 +90,8 @@ class Roster:
         issued: when it was signed, in ISO 8601.
         removed: ids of clients whose member was removed. Ids are never used again, so that the
             population keeps its size; these clients receive no requests.
+        relays: processes by which members that only dial out are reached; no members, and without
+            clients.
     """
 
     run: str
@@ -86,6 +105,7 @@ class Roster:
     clusters: tuple[int, ...] = ()
     issued: str = ""
     removed: tuple[int, ...] = ()
+    relays: tuple[Member, ...] = ()
 
     def __post_init__(self) -> None:
         # The format first: another one may mean something else by the same fields.
@@ -100,20 +120,20 @@ class Roster:
 
     def find_problems(self) -> list[str]:
         """Return the roster's internal errors; empty for a valid roster."""
-        names = [m.name for m in self.members]
+        names, everyone = [m.name for m in self.members], self.everyone
         clients = sorted([*self.removed, *(c for m in self.members for c in m.clients)])
         found = [
             f"name {n[:80]!r}; expected 1 to 63 of a-z, 0-9 and -"
-            for n in names
+            for n in (m.name for m in everyone)
             if not NAME.fullmatch(n)
         ]
         if not NAME.fullmatch(self.run):
             found.append(f"run {self.run[:80]!r}; expected 1 to 63 of a-z, 0-9 and -")
         if not 1 <= len(names) <= MAX_MEMBERS:
             found.append(f"{len(names)} members; expected 1 to {MAX_MEMBERS}")
-        addresses = [_normalize_address(m.address) for m in self.members]
-        for what, values in (("name", names), ("address", addresses),
-                             ("key", [m.key for m in self.members if m.key])):  # fmt: skip
+        addresses = [_normalize_address(m.address) for m in everyone if not m.is_outbound]
+        for what, values in (("name", [m.name for m in everyone]), ("address", addresses),
+                             ("key", [m.key for m in everyone if m.key])):  # fmt: skip
             twice = sorted({v for v in values if values.count(v) > 1})
             found += [f"two members have the {what} {v}" for v in twice]
         # Ids are positions in the population: each is used once, and none is free.
@@ -131,7 +151,10 @@ class Roster:
                 f"{len(self.clusters)} clusters for {self.population} clients; expected one a "
                 "client"
             )
-        for member in self.members:
+        for relay in self.relays:
+            if relay.is_outbound or relay.clients:
+                found.append(f"{relay.name}: a relay has an address, and no clients")
+        for member in everyone:
             try:
                 identity.check_address(member.address)
                 if member.key:
@@ -144,6 +167,11 @@ class Roster:
                 found.append(f"{member.name}: {error}")
         return found
 
+    @property
+    def everyone(self) -> tuple[Member, ...]:
+        """The members and the relays."""
+        return (*self.members, *self.relays)
+
     def member(self, name: str) -> Member:
         """Return a member by name.
 
@@ -155,6 +183,12 @@ class Roster:
                 return member
         names = ", ".join(m.name for m in self.members[:10])
         raise TransportError(f"{name!r} is not on the roster of run {self.run}; members: {names}")
+
+    def has_way(self, one: str, other: str) -> bool:
+        """Whether two members can reach each other: one by dialing the other, or by a relay."""
+        return bool(self.relays) or not (
+            self.member(one).is_outbound and self.member(other).is_outbound
+        )
 
     def name_of(self, common_name: str) -> str:
         """Return the member with a common name, or the common name itself if none has it."""
@@ -196,18 +230,19 @@ def dumps(roster: Roster) -> str:
     """Return a roster as text."""
     lines = []
     for field in fields(Roster):
-        if field.name != "members":
+        if field.name not in ("members", "relays"):
             value = getattr(roster, field.name)
             lines.append(
                 f"{field.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}"
             )
-    for member in roster.members:
-        lines += ["", "[[members]]"]
-        for field in fields(Member):
-            value = getattr(member, field.name)
-            lines.append(
-                f"{field.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}"
-            )
+    for kind in ("members", "relays"):
+        for member in getattr(roster, kind):
+            lines += ["", f"[[{kind}]]"]
+            for field in fields(Member):
+                value = getattr(member, field.name)
+                lines.append(
+                    f"{field.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}"
+                )
     return "\n".join(lines) + "\n"
 
 
@@ -221,15 +256,20 @@ def loads(text: str) -> Roster:
         table = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise TransportError(f"the roster is not valid TOML: {error}") from None
-    members = table.pop("members", [])
-    if not isinstance(members, list) or not all(isinstance(entry, dict) for entry in members):
-        raise TransportError("the roster's members are not [[members]] tables")
-    _check_types(Roster, table, {"members"})
-    for entry in members:
-        _check_types(Member, entry, set())
-    made = [Member(**{**entry, "clients": tuple(entry.get("clients", ()))}) for entry in members]
+    members, relays = (_take_entries(table, kind) for kind in ("members", "relays"))
+    _check_types(Roster, table, {"members", "relays"})
     table |= {name: tuple(table.get(name, ())) for name in ("clusters", "removed")}
-    return Roster(members=tuple(made), **table)
+    return Roster(members=members, relays=relays, **table)
+
+
+def _take_entries(table: dict[str, Any], kind: str) -> tuple[Member, ...]:
+    """Take the [[members]] or the [[relays]] out of a roster's table."""
+    entries = table.pop(kind, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise TransportError(f"the roster's {kind} are not [[{kind}]] tables")
+    for entry in entries:
+        _check_types(Member, entry, set())
+    return tuple(Member(**{**one, "clients": tuple(one.get("clients", ()))}) for one in entries)
 
 
 def _check_types(kind: type, table: Mapping[str, Any], skip: set[str]) -> None:
@@ -359,8 +399,8 @@ def check_file(
     ends = find_ends(roster, now).items()
     # A certificate that was made for so short a time is none that somebody forgot.
     ending = {name: days for name, (days, due) in ends if due is not None and due <= _GRAVE_DAYS}
-    found = []
-    for member in roster.members:
+    found = _find_unreachable(roster)
+    for member in roster.everyone:
         if not member.key or not member.certificate:
             found.append(
                 f"{member.name} has no certificate yet: answer its request with `coterie net sign`"
@@ -391,6 +431,19 @@ def check_file(
     return found
 
 
+def _find_unreachable(roster: Roster) -> list[str]:
+    """Return a sentence about members that only dial out and need a relay that is not there."""
+    outbound = [m.name for m in roster.members if m.is_outbound]
+    # A server that can be dialed is all that its clients need.
+    direct = bool(roster.server) and roster.server not in outbound
+    if roster.relays or direct or len(outbound) < 2:
+        return []
+    return [
+        f"{', '.join(outbound[:10])} only dial out, and no relay is on the roster by which they "
+        "reach each other: sign one with `coterie net sign --relay`, and write the roster again"
+    ]
+
+
 NOTICE_DAYS = (30, 14, 7, 1)
 """Days before the end of a certificate at which nodes log it."""
 _GRAVE_DAYS = 7
@@ -404,7 +457,7 @@ def find_ends(roster: Roster, now: datetime) -> dict[str, tuple[float, int | Non
     """
     signed = datetime.fromisoformat(roster.issued) if roster.issued else now
     found = {}
-    for member in roster.members:
+    for member in roster.everyone:
         if member.expires:
             end = datetime.fromisoformat(member.expires)
             due = [
@@ -418,9 +471,10 @@ def find_ends(roster: Roster, now: datetime) -> dict[str, tuple[float, int | Non
 
 
 def check_own(roster: Roster, own: identity.Identity) -> list[str]:
-    """Return the problems of a roster for one member; empty when there are none."""
+    """Return the problems of a roster for one member or relay; empty when there are none."""
+    member = next((one for one in roster.relays if one.name == own.name), None)
     try:
-        member = roster.member(own.name)
+        member = member or roster.member(own.name)
     except TransportError as error:
         return [str(error)]
     if member.key != identity.encode_public_key(own.key.public_key()):

@@ -13,7 +13,7 @@ from coterie.net.identity import certificate_name, check_address, load_certifica
 from coterie.net.roster import Member, Roster
 from coterie.studies import config
 
-MEMBERS = "members.json"
+MEMBERS, RELAYS = "members.json", "relays.json"
 
 
 def load_members(folder: Path) -> dict[str, str]:
@@ -21,7 +21,15 @@ def load_members(folder: Path) -> dict[str, str]:
 
     The address of a member that was removed is "".
     """
-    path = folder / MEMBERS
+    return _load_addresses(folder / MEMBERS)
+
+
+def load_relays(folder: Path) -> dict[str, str]:
+    """Return the addresses of all relays that are to be on the roster."""
+    return _load_addresses(folder / RELAYS)
+
+
+def _load_addresses(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
@@ -33,12 +41,20 @@ def load_members(folder: Path) -> dict[str, str]:
     return known
 
 
-def check_member(folder: Path, name: str) -> None:
-    """Check that a name was not that of a member that was removed.
+def check_member(folder: Path, name: str, *, relay: bool = False) -> None:
+    """Check that a name was not that of a member that was removed, and is not a relay's, or is.
+
+    Args:
+        folder: the organizer's.
+        name: the name.
+        relay: whether it is to be that of a relay.
 
     Raises:
         ConfigError: when it was.
     """
+    if name in (load_members(folder) if relay else load_relays(folder)):
+        kind = "a member" if relay else "a relay"
+        raise ConfigError(f"{name} is {kind}; agree on another name")
     if load_members(folder).get(name) == "":
         raise ConfigError(
             f"{name} was removed, and neither names nor ids are used again; agree on another name"
@@ -47,25 +63,37 @@ def check_member(folder: Path, name: str) -> None:
 
 def add_member(folder: Path, name: str, address: str) -> None:
     """Store a member's address, in the order of signing, for the roster."""
-    _save_members(folder, {**load_members(folder), name: check_address(address)})
+    _save_addresses(folder / MEMBERS, {**load_members(folder), name: check_address(address)})
 
 
-def _save_members(folder: Path, known: dict[str, str]) -> None:
-    write_atomically(folder / MEMBERS, (json.dumps(known, indent=1) + "\n").encode())
+def add_relay(folder: Path, name: str, address: str) -> None:
+    """Store a relay's address for the roster."""
+    _save_addresses(folder / RELAYS, {**load_relays(folder), name: check_address(address)})
+
+
+def _save_addresses(path: Path, known: dict[str, str]) -> None:
+    write_atomically(path, (json.dumps(known, indent=1) + "\n").encode())
 
 
 def remove_member(folder: Path, name: str) -> Roster:
     """Remove a member: write and sign the next roster without it; its client's id stays unused.
 
+    A relay is removed likewise.
+
     Args:
         folder: the organizer's.
-        name: the member's.
+        name: the member's, or the relay's.
 
     Raises:
         ConfigError: when it has the server role, or is the last member.
         TransportError: when there is no such member.
     """
     old = rosters.load(folder / "roster.toml", folder / "organizer.pub")
+    if name in (relays := load_relays(folder)):
+        left = tuple(relay for relay in old.relays if relay.name != name)
+        made = _sign_next(folder, replace(old, relays=left))
+        _save_addresses(folder / RELAYS, {n: at for n, at in relays.items() if n != name})
+        return made
     member = old.member(name)
     if old.server == name:
         raise ConfigError(
@@ -80,7 +108,7 @@ def remove_member(folder: Path, name: str) -> Roster:
     made = _sign_next(folder, replace(old, members=left, removed=removed))
     # The entry stays without an address, so that neither name nor id is used again.
     if name in (known := load_members(folder)):
-        _save_members(folder, {**known, name: ""})
+        _save_addresses(folder / MEMBERS, {**known, name: ""})
     return made
 
 
@@ -143,7 +171,7 @@ def _store_moved(folder: Path, changed: Roster, name: str) -> Roster:
     """Sign a roster with a changed entry, and note the address for rosters of later runs."""
     made = _sign_next(folder, changed)
     if name in (known := load_members(folder)):
-        _save_members(folder, {**known, name: changed.member(name).address})
+        _save_addresses(folder / MEMBERS, {**known, name: changed.member(name).address})
     return made
 
 
@@ -195,13 +223,7 @@ def write_roster(
         if not address:
             removed.append(number)
             continue
-        certificate = load_certificate(folder / "members" / f"{name}.pem")
-        if certificate_name(certificate) != name:
-            raise TransportError(
-                f"{folder / 'members' / name}.pem is the certificate of "
-                f"{certificate_name(certificate)}"
-            )
-        members.append(rosters.add_certificate(Member(name, address, (number,)), certificate))
+        members.append(_enter(folder, Member(name, address, (number,))))
     made = Roster(
         load_run_id(folder),
         tuple(members),
@@ -213,11 +235,21 @@ def write_roster(
         server=server if plan.method.server else "",
         issued=datetime.now(UTC).isoformat(timespec="seconds"),
         removed=tuple(removed),
+        relays=tuple(_enter(folder, Member(*one, ())) for one in load_relays(folder).items()),
     )
     # clients that the study holds out must be on the roster
     latecomers.find_participants(made, plan.method, plan.settings, plan.seed)
     rosters.write_signed(folder / "roster.toml", made, folder / "organizer.key")
     return made
+
+
+def _enter(folder: Path, member: Member) -> Member:
+    """Return an entry of the roster with the certificate that was signed for it."""
+    path = folder / "members" / f"{member.name}.pem"
+    certificate = load_certificate(path)
+    if certificate_name(certificate) != member.name:
+        raise TransportError(f"{path} is the certificate of {certificate_name(certificate)}")
+    return rosters.add_certificate(member, certificate)
 
 
 def _last_version(folder: Path) -> int:

@@ -11,7 +11,8 @@ import torch
 
 from coterie.net import local
 from coterie.net.awake import BEAT, AwakeClock
-from coterie.net.grpc_transport import GrpcTransport, _start_loop
+from coterie.net.grpc_server import start_loop
+from coterie.net.grpc_transport import GrpcTransport
 from coterie.net.outbox import Missing
 from coterie.net.payload import Template
 from coterie.net.post import Post
@@ -112,7 +113,7 @@ def test_the_time_until_a_link_is_up_is_not_the_members(port):
     who, keys = local.make_members([[0], [1]], port=port)
     far = replace(who.members[1], address=f"127.0.0.1:{port + 5}")
     seen = replace(who, members=(who.members[0], far))
-    loop, _ = _start_loop()
+    loop, _ = start_loop()
 
     async def copy(reader, writer, seconds):
         await asyncio.sleep(seconds)

@@ -17,6 +17,7 @@ from coterie.net import roster as rosters
 from coterie.net.doctor import check_node
 from coterie.net.head import Head, check_study
 from coterie.net.node import Node, Patience, RunSpec
+from coterie.net.roster import Member
 from coterie.net.transport import Hub, InProcess
 from coterie.studies import config
 from coterie.testing import tiny_federation, tiny_settings
@@ -298,9 +299,13 @@ def test_a_wrong_number_of_columns_is_found_by_the_whole_examination(tmp_path, p
 
 def test_why_a_member_does_not_answer_is_told_apart(port, monkeypatch):
     """A refusal, a silence, a name that nobody knows, and something else that listens."""
-    assert doctor.explain_silence(f"127.0.0.1:{port}").startswith("nothing listens there")
+    near, far = (Member("n", at, ()) for at in (f"127.0.0.1:{port}", "north.example.org:7447"))
+    assert doctor.explain_silence(near).startswith("nothing listens there")
+    assert doctor.check_relay(near)[0].startswith(f"relay n at 127.0.0.1:{port}: nothing listens")
+    assert "no stream" in doctor.explain_silence(Member("n", "outbound", ()))
     with socket.create_server(("127.0.0.1", port)):
-        assert "does not answer as this member" in doctor.explain_silence(f"127.0.0.1:{port}")
+        assert "does not answer as this member" in doctor.explain_silence(near)
+        assert doctor.check_relay(near)[1]
     errors = {
         TimeoutError("timed out"): "a firewall drops packets",
         socket.gaierror(-2, "Name or service not known"): "is not known here: DNS",
@@ -312,4 +317,4 @@ def test_why_a_member_does_not_answer_is_told_apart(port, monkeypatch):
             raise error
 
         monkeypatch.setattr(socket, "create_connection", fail)
-        assert said in doctor.explain_silence("north.example.org:7447")
+        assert said in doctor.explain_silence(far)

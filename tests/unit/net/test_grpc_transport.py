@@ -12,8 +12,9 @@ import grpc
 import pytest
 
 from coterie.errors import TransportError
-from coterie.net import grpc_transport, local
-from coterie.net.grpc_transport import GrpcTransport, check_loopback, escape_text, read_certificate
+from coterie.net import grpc_server, grpc_transport, local
+from coterie.net.grpc_server import read_certificate
+from coterie.net.grpc_transport import GrpcTransport, check_loopback, escape_text
 from coterie.net.outbox import Missing
 from coterie.net.payload import Refused
 from coterie.net.roster import Member, Roster
@@ -113,60 +114,9 @@ def test_a_member_that_comes_and_goes_does_not_fill_the_log(plain):
     assert len(told) == grpc_transport._CHANGES
 
 
-@pytest.mark.parametrize(
-    ("details", "expected"),
-    [
-        ('{"code":"gone","round":7}', Missing("gone", 7)),
-        ('{"code":"gone","round":true}', Missing("gone", None)),
-        ('{"code":"gone","round":' + "9" * 900 + "}", Missing("gone", None)),
-        ('{"code":"withheld","round":-3}', Missing("withheld", None)),
-    ],
-)
-def test_reasons_are_read_strictly(details, expected):
-    error = grpc.aio.AioRpcError(grpc.StatusCode.FAILED_PRECONDITION, (), (), details)
-    assert grpc_transport._read_error(error) == expected
-
-
-@pytest.mark.parametrize(
-    "details",
-    ['{"code":"x\\ny","round":1}', "[1]", "no JSON\n", '{"code":"gone","code":"gone"}', ""],
-)
-def test_other_words_of_a_peer_are_no_reason_and_can_be_printed(details):
-    error = grpc.aio.AioRpcError(grpc.StatusCode.FAILED_PRECONDITION, (), (), details)
-    found = grpc_transport._read_error(error)
-    assert found.reason == "unreachable"
-    assert found.text.isprintable()
-
-
 def test_what_others_say_is_shown_in_few_characters_that_can_be_printed():
     assert escape_text('a\n{"event": 1}\x1b[31m\u202e') == 'a\\n{"event": 1}\\x1b[31m\\u202e'
     assert len(escape_text("\n" * 1000)) == 200
-
-
-@pytest.mark.parametrize(
-    ("body", "fine"),
-    [
-        (b'{"run":"r","wait":1.5}', True),
-        (b'{"run":"r","wait":1}', True),
-        (b'{"run":"r","wait":true}', False),
-        (b'{"run":"r","wait":1e999}', False),
-        (b'{"run":"r","wait":-2}', False),
-        (b'{"run":1,"wait":1}', False),
-        (b'{"run":"r"}', False),
-        (b'{"run":"r","wait":1,"more":1}', False),
-        (b'{"run":"r","wait":1' + b" " * 1024 + b"}", False),
-        (b'{"run":"r","wait":' + b"9" * 900 + b"}", False),
-    ],
-)
-def test_a_question_has_its_fields_and_no_others(body, fine):
-    def parse():
-        return grpc_transport._parse_fields(body, {"run": str, "wait": float})
-
-    if fine:
-        assert set(parse()) == {"run", "wait"}
-    else:
-        with pytest.raises(Refused):
-            parse()
 
 
 def test_frames_come_back_and_short_ones_are_refused():
@@ -379,7 +329,7 @@ def test_little_of_a_call_is_taken_before_it_is_read(plain):
         found = dict(struct.iter_unpack(">HI", stream.recv(length, socket.MSG_WAITALL)))
     calls, window = found[3], found[4]
     assert calls == 256
-    assert window == grpc_transport._LOOKAHEAD
+    assert window == grpc_server.LOOKAHEAD
 
 
 @pytest.mark.slow

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from coterie.net import fleet, nodefile, rehearsal
+from coterie.net import roster as rosters
 from coterie.net.grpc_transport import GrpcTransport
+from coterie.net.identity import Identity
 from coterie.net.rehearsal import rehearse
+from coterie.net.relay import Relay
 from coterie.studies import config
 
 STUDY = """
@@ -70,6 +73,27 @@ def test_two_members_see_both_directions_whoever_begins(files, port):
         assert "MB/s" in text
 
 
+@pytest.mark.full
+def test_a_member_that_only_dials_out_rehearses_by_a_relay(tmp_path, port, monkeypatch):
+    monkeypatch.setattr(rehearsal, "_PAUSE", 0.1)
+    monkeypatch.setattr(rehearsal, "_STAY", 1.0)
+    study = config.parse_study_text(STUDY)
+    files = fleet.lay_out(tmp_path, study, port=port, days=9.0, outbound=[0, 1], relays=1)
+    fine, said = told(files["node-00"], 1.0)
+    assert not fine
+    assert find(said, "only dials out: no port is opened; on the roster: relay-0")[1]
+    assert "no stream" in find(said, "to node-01, which only dials out: ")[0]
+    assert "nothing came in by a stream or a relay" in find(said, "from node-01")[0]
+    keys = tmp_path / "keys"
+    own = Identity.load(keys / "relay-0.key", keys / "members/relay-0.pem", keys / "ca.pem")
+    who = rosters.load(keys / "roster.toml", keys / "organizer.pub")
+    with Relay(who, "relay-0", own):
+        for number, (fine, said) in enumerate(both(files)):
+            other = f"node-{1 - number:02d}"
+            assert fine, said
+            assert find(said, f"to {other}, which only dials out: starting in round -1")[1]
+
+
 def test_alone_it_says_that_nothing_comes_in_and_why_nothing_goes_out(files):
     began = time.monotonic()
     fine, said = told(files["node-00"], 1.0)
@@ -81,12 +105,14 @@ def test_alone_it_says_that_nothing_comes_in_and_why_nothing_goes_out(files):
 
 def cut_direction(monkeypatch, name: str, address: str) -> None:
     """Let dials to a member lead to where nobody listens."""
-    dial = GrpcTransport._dial
+    locate = GrpcTransport._locate
 
-    def cut(self, member):
-        return dial(self, replace(member, address=address) if member.name == name else member)
+    async def cut(self, member):
+        return await locate(
+            self, replace(member, address=address) if member.name == name else member
+        )
 
-    monkeypatch.setattr(GrpcTransport, "_dial", cut)
+    monkeypatch.setattr(GrpcTransport, "_locate", cut)
 
 
 @pytest.mark.slow

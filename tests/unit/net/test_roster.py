@@ -195,3 +195,26 @@ def test_an_address_in_two_spellings_is_one_and_one_that_nobody_can_dial_is_none
             replace(who, members=(replace(first, address=a), replace(second, address=b)))
     with pytest.raises(TransportError, match=r"n0: address '0\.0\.0\.0:7447' stands for all"):
         replace(who, members=(replace(first, address="0.0.0.0:7447"), second))
+
+
+def test_members_that_only_dial_out_and_relays_are_on_the_roster(tmp_path):
+    """Written and read again; two that cannot reach each other are a problem; a relay is dialed, and no member."""
+    who, _ = local.make_members([[0], [1], [2]], outbound=(1, 2), relays=1)
+    signed, people = local.create_credentials(tmp_path, who)
+    assert roster.loads(roster.dumps(signed)) == signed
+    assert [m.is_outbound for m in signed.members] == [False, True, True]
+    file, organizer = tmp_path / "roster.toml", tmp_path / "organizer.pub"
+    assert not [p for p in roster.check_file(file, organizer) if "only dial out" in p]
+    roster.write_signed(file, replace(signed, relays=()), tmp_path / "organizer.key")
+    (said,) = [p for p in roster.check_file(file, organizer) if "only dial out" in p]
+    assert said.startswith("n1, n2 only dial out, and no relay")
+    roster.write_signed(file, replace(signed, relays=(), server="n0"), tmp_path / "organizer.key")
+    assert not [p for p in roster.check_file(file, organizer) if "only dial out" in p]
+    assert roster.check_own(signed, people[3]) == []
+    for wrong in (
+        replace(signed.relays[0], address="outbound"),
+        replace(signed.relays[0], clients=(0,)),
+        replace(signed.relays[0], name="n0"),
+    ):
+        with pytest.raises(TransportError):
+            replace(signed, relays=(wrong,))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from coterie.net import audit, catchup, exchange, head, outbox, payload, post, wire
-from coterie.net import grpc_transport as grpc
+from coterie.net import grpc_server as grpc
 from coterie.net.node import Patience
 from coterie.net.nodefile import NetworkSettings
 
@@ -40,10 +40,10 @@ def test_sizes_of_what_is_sent_are_bounded_as_the_page_says():
     assert sizes(look_up("manifest; header; head; roster")) == own
     assert sizes(look_up("a `reply`; a `cohort`")) == [exchange.MAX_REPLY, exchange._MAX_COHORT]
     assert numbers("bytes of a question") == [grpc.MAX_QUESTION]
-    assert numbers("bytes of a call that are taken") == [grpc._LOOKAHEAD]
-    assert numbers("bytes of one message of an answer") == [grpc._MAX_FRAME]
+    assert numbers("bytes of a call that are taken") == [grpc.LOOKAHEAD]
+    assert numbers("bytes of one message of an answer") == [grpc.MAX_FRAME]
     # A chunk with what belongs to it, and a little room.
-    assert grpc._MAX_FRAME >= wire.CHUNK + wire.MAX_MANIFEST + wire.SIGNATURE
+    assert grpc.MAX_FRAME >= wire.CHUNK + wire.MAX_MANIFEST + wire.SIGNATURE
     assert numbers("bytes of a head, of a roster") == [wire.MAX_HEAD, wire.MAX_ROSTER]
     assert numbers("bytes of how a table is read, in a head") == [head._MAX_TABLE]
 
@@ -54,7 +54,7 @@ def test_what_is_kept_and_how_much_is_open_is_what_the_page_says():
     assert ("last eight rounds" in kept, sizes(kept)) == (True, [outbox.KEEP_BYTES])
     assert outbox.KEEP == 8
     assert numbers("open questions of an asker at a node") == [outbox.Outbox.PER_ASKER]
-    assert numbers("calls that one member may have open") == [grpc._CALLS, outbox.Outbox.PER_ASKER]
+    assert numbers("calls that one member may have open") == [grpc.CALLS, outbox.Outbox.PER_ASKER]
     assert "up to four questions for messages open at each member" in PAGE
     assert post._OF_A_MEMBER == 4
     assert "others trained at most ten times as fast as it does itself" in " ".join(PAGE.split())

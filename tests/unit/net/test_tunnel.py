@@ -1,0 +1,142 @@
+"""Tunnels: members that only dial out ask and are asked, by a member's own stream or by a relay."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.outbound import ROW, Net, until
+
+from coterie.net import grpc_transport, tunnel
+from coterie.net.outbox import Missing
+from coterie.net.wire import Address
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def test_members_that_only_dial_out_reach_everybody_by_a_relay(tmp_path, port, stack):
+    net = Net(stack, tmp_path, 3, port=port, outbound=(1, 2), relays=1)
+    for asker in net.nodes:
+        for peer in net.nodes:
+            assert net.ask(asker, peer) == f"{peer} 1".encode(), (asker, peer)
+
+
+def test_a_member_is_reached_by_its_own_stream_where_it_dials_and_no_relay_is_needed(
+    tmp_path, port, stack
+):
+    """n1 only dials out: n0 reaches it once it has asked n0; n2, which nobody dials either, does not."""
+    net = Net(stack, tmp_path, 3, port=port, outbound=(1, 2))
+    found = net.nodes["n0"].ask_head("n1", "1", 2.0)
+    assert isinstance(found, Missing)
+    assert "it only dials out" in found.text
+    assert net.ask("n1", "n0") == b"n0 1"
+    assert net.ask("n0", "n1") == b"n1 1"
+    assert isinstance(net.nodes["n1"].ask_head("n2", "1", 2.0), Missing)
+    assert not net.roster.has_way("n1", "n2")
+    assert net.roster.has_way("n1", "n0")
+
+
+def test_the_link_on_which_a_member_is_reached_is_not_closed_where_no_relay_stands_in(
+    tmp_path, port, stack, monkeypatch
+):
+    monkeypatch.setattr(grpc_transport, "_IDLE", 0.2)
+    net = Net(stack, tmp_path, 2, port=port, outbound=(1,))
+    assert net.ask("n1", "n0") == b"n0 1"
+    threading.Event().wait(1.0)
+    assert set(net.nodes["n1"]._links) == {"n0"}
+    assert net.ask("n0", "n1") == b"n1 1"
+
+
+def test_a_tunnel_by_a_relay_gives_way_to_the_members_own_stream(
+    tmp_path, port, stack, monkeypatch
+):
+    monkeypatch.setattr(grpc_transport, "_IDLE", 0.4)
+    net = Net(stack, tmp_path, 2, port=port, outbound=(1,), relays=1)
+    relay = net.relays["r0"]
+    assert net.ask("n0", "n1") == b"n1 1"
+    assert relay._open
+    assert net.ask("n1", "n0") == b"n0 1"
+    until(lambda: not relay._open)
+    assert net.nodes["n0"].ask_head("n1", "2", 5.0) == b"n1 2"
+    assert not relay._open
+
+
+def test_one_of_two_relays_may_die_and_the_other_is_started_again(tmp_path, port, stack):
+    net = Net(stack, tmp_path, 2, port=port, outbound=(0, 1), relays=2)
+    assert net.ask("n0", "n1") == b"n1 1"
+    net.relays["r1"].close()
+    assert net.ask("n0", "n1") == b"n1 1"
+    net.relays["r0"].close()
+    assert isinstance(net.nodes["n0"].ask_head("n1", "1", 1.0), Missing)
+    net.start_relay("r0")
+    assert net.ask("n0", "n1", 30.0) == b"n1 1"
+
+
+def test_a_message_is_asked_for_again_while_only_the_way_is_lost(tmp_path, port, stack):
+    """The relay ends while n1 holds n0's question, and comes back; the question is answered in the same call."""
+    net = Net(stack, tmp_path, 2, port=port, outbound=(0, 1), relays=1)
+    posts = net.posts()
+    assert net.ask("n0", "n1") == b"n1 1"
+    box: list = []
+    asking = threading.Thread(
+        target=lambda: box.append(posts["n0"].fetch("n1", Address(0, 0, 1), ROW, 40.0))
+    )
+    asking.start()
+    until(lambda: net.nodes["n1"].outbox.current_load[1])
+    net.relays["r0"].close()
+    net.start_relay("r0")
+    posts["n1"].publish({"params": torch.arange(4.0)}, Address(0, 0, 1))
+    asking.join(60)
+    assert torch.equal(box[0].tensors["params"], torch.arange(4.0))
+
+
+def test_a_member_that_is_gone_is_no_lost_way(tmp_path, port, stack, monkeypatch):
+    monkeypatch.setattr(tunnel, "_SETTLE", 0.5)
+    net = Net(stack, tmp_path, 2, port=port, outbound=(0, 1), relays=1)
+    posts = net.posts()
+    assert net.ask("n0", "n1") == b"n1 1"
+    net.nodes["n1"].close()
+    threading.Event().wait(0.6)
+    began = time.monotonic()
+    found = posts["n0"].fetch("n1", Address(0, 0, 1), ROW, 40.0)
+    assert isinstance(found, Missing)
+    assert found.reason == "unreachable"
+    assert time.monotonic() - began < 20
+    assert net.nodes["n0"]._tunnels.away == {"n1"}
+
+
+def test_a_second_process_of_a_member_takes_no_stream_from_the_first(tmp_path, port, stack):
+    """Its question to its own name comes to the first, by which a node finds out that it runs twice."""
+    net = Net(stack, tmp_path, 2, port=port, outbound=(0, 1), relays=1)
+    assert net.ask("n0", "n1") == b"n1 1"
+    second = net.start("n1")
+    second.serve_head(lambda nonce: b"second")
+    until(lambda: isinstance(second.ask_head("n1", "1", 3.0), bytes))
+    assert second.ask_head("n1", "1", 3.0) == b"n1 1"
+    assert second._tunnels.attached == set()
+
+
+def test_a_member_that_a_new_roster_removes_or_names_as_reachable(tmp_path, port, stack):
+    net = Net(stack, tmp_path, 3, port=port, outbound=(1, 2), relays=1)
+    relay = net.relays["r0"]
+    until(lambda: relay.switchboard.attached == {"n1", "n2"})
+    left = replace(
+        net.roster, version=2, members=net.roster.members[:2], population=3, removed=(2,)
+    )
+    relay.use_roster(left)
+    until(lambda: relay.switchboard.attached == {"n1"})
+    none = replace(left, version=3, relays=())
+    for name in ("n0", "n1"):
+        net.nodes[name].use_roster(none)
+    until(lambda: not relay.switchboard.attached)
+    assert net.ask("n1", "n0") == b"n0 1"
+    assert net.ask("n0", "n1") == b"n1 1", "by its own stream"
