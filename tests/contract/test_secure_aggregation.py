@@ -102,7 +102,10 @@ def test_a_method_of_ones_own_is_refused_unless_its_server_only_averages():
     [
         ({"acceptance": True}, "acceptance is set; with secure_aggregation it is not: its rules"),
         ({"attacks": [{"kind": "noise", "clients": 1}]}, "attacks is set; with secure_aggregation"),
-        ({"schedule": "asynchronous", "time": {"round_seconds": 1.0}}, "synchronous"),
+        (
+            {"schedule": "asynchronous", "time": {"round_seconds": 1.0}},
+            "a sum is of the clients of one round",
+        ),
     ],
 )
 def test_settings_that_need_single_models_are_refused(other, said):

@@ -194,7 +194,7 @@ def draw_group(
     groups = list_groups(members, size)
     free = np.ones(len(groups), dtype=bool)
     if not allowed.all():
-        free = allowed[groups].all(1)
+        free = np.asarray(allowed[groups].all(1))
     weights = np.ones(len(groups))
     if len(plays):
         weights = _weigh_groups(plays, groups, members, free)

@@ -109,11 +109,9 @@ class Ppdl(PeerMethod):
         bandits.check_groups(task.population - 1, size)
         clients, shape = len(task), (len(task), self.num_remembered)
         members = torch.full((*shape, size), -1, dtype=torch.int32)
-        return Played(
-            members,
-            *(torch.zeros(shape, dtype=torch.float64) for _ in range(3)),
-            torch.zeros(clients, dtype=torch.int64),
-        )
+        nothing = torch.zeros(shape, dtype=torch.float64)
+        count = torch.zeros(clients, dtype=torch.int64)
+        return Played(members, nothing, nothing.clone(), nothing.clone(), count)
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw a group, read its mean, average, and remember what it earned."""

@@ -240,6 +240,11 @@ class Settings(Configurable):
         for name, reason in reasons.items():
             if getattr(self, name):
                 raise ConfigError(f"{name} is set; with secure_aggregation it is not: {reason}")
+        if self.schedule != "synchronous":
+            raise ConfigError(
+                f"schedule is {self.schedule!r}; expected 'synchronous' with secure_aggregation: a sum "
+                "is of the clients of one round"
+            )
 
     def _check_time(self) -> None:
         """Check the table of virtual time, and what clients with rounds of their own cannot do."""

@@ -54,6 +54,14 @@ def test_a_group_with_a_member_that_does_not_send_shows_nothing_of_the_others():
     assert not found.bytes[~found.mask].any()
 
 
+def test_a_group_with_a_client_that_never_sends_is_no_group():
+    found = pull(
+        make_message(), [[1, 5], [4, 0], [5, 1], [2, 0], [3, 5]], InMemory(torch.arange(5), 6)
+    )
+    assert found.mask.tolist() == [False, True, False, True, False]
+    assert not found.table[~found.mask].any()
+
+
 @pytest.mark.parametrize("value", [torch.nan, 1e6])
 def test_a_model_that_no_sum_holds_counts_as_not_sent(value):
     message = make_message()

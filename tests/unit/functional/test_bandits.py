@@ -4,6 +4,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from scipy.optimize import brentq
 
 from coterie.errors import ConfigError
 from coterie.functional.bandits import (
@@ -143,3 +144,15 @@ def test_the_best_group_is_found_and_kept():
             late.append(reward)
     # By chance a group earns 0.54, the best 0.9.
     assert np.mean(late) > 0.88
+
+
+def test_chances_follow_from_losses_divided_by_the_chance_of_their_draw():
+    """One play of three groups earned 1/2 with chance 1/4: a loss of 2, and 1/(2-x)^2 + 2/x^2 = 1."""
+    known = plays(([0, 1], 0.5, 0.25, 1.0))
+    x = brentq(lambda x: 1 / (2 - x) ** 2 + 2 / x**2 - 1, -10, -1)
+    wanted = {(0, 1): 1 / (2 - x) ** 2, (0, 2): 1 / x**2, (1, 2): 1 / x**2}
+    found = {}
+    for seed in range(40):
+        group, chance = draw_group(known, 3, 2, np.ones(3, dtype=bool), gumbel(seed, 2, 3))
+        found[tuple(group)] = chance
+    assert found == pytest.approx(wanted, rel=1e-6)
