@@ -117,7 +117,7 @@ LIES = {
     "negative samples": (Lie(samples=lambda own: own * -5), {}, "claims -60 samples"),
     "a model that overflows": (Lie(model=lambda own: own * 0 + 1e200), {}, "squares overflow"),
     "-5 times the model": (
-        Lie(model=lambda own: -5000 * own), {"acceptance": True}, "typical steps away",
+        Lie(model=lambda own: -5 * own), {"acceptance": True}, "typical steps away",
     ),
 }  # fmt: skip
 NOT_FINITE = {

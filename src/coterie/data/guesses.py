@@ -228,6 +228,12 @@ def _is_like_ids(values: Shaped[Tensor, " samples"]) -> bool:
     return len(values) >= _DISTINCT or not bool((steps > 1).any())
 
 
+def fold_look(name: str) -> str:
+    """Return a name without what nobody sees: further spaces, and how accents are written."""
+    # NFC joins a letter with an accent that is a character of its own.
+    return unicodedata.normalize("NFC", " ".join(name.split()))
+
+
 def warn_about_lookalikes(names: Sequence[str], what: str, *, with_case: bool = False) -> None:
     """Warn of two names that look the same, and of no further ones.
 
@@ -239,8 +245,7 @@ def warn_about_lookalikes(names: Sequence[str], what: str, *, with_case: bool = 
     """
     seen: dict[str, str] = {}
     for name in names:
-        # NFC joins a letter with an accent that is a character of its own.
-        look = unicodedata.normalize("NFC", " ".join(name.split()))
+        look = fold_look(name)
         if with_case and len(look) > 1:
             look = look.casefold()
         other = seen.setdefault(look, name)

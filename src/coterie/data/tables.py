@@ -14,9 +14,15 @@ from annotated_types import Ge, MinLen
 from jaxtyping import Float
 
 from coterie._util.settings import Configurable
-from coterie.data.coding import MOST, code_targets, number_clients, write_category
-from coterie.data.guesses import warn_about_columns, warn_about_ids, warn_about_lookalikes
+from coterie.data.coding import MOST, WHOLE, code_targets, number_clients, write_category
+from coterie.data.guesses import (
+    fold_look,
+    warn_about_columns,
+    warn_about_ids,
+    warn_about_lookalikes,
+)
 from coterie.data.preparation import FILLS, ColumnPreparation, Preparation, TableColumn
+from coterie.data.schema import TableSchema
 from coterie.data.source import InputPart, Samples, Source
 from coterie.data.table_files import (
     CsvFormat,
@@ -316,11 +322,13 @@ def _load_tables(
     needed = [*chosen, *columns.target_names]
     arrow, notes = decide_types(loaded, needed, columns.categories, columns.decimal)
     if columns.schema is not None:
-        # Columns without categories hold numbers, as the schema says.
         known = _ArrowTable(arrow, None, name)
-        for one in chosen:
-            if one not in columns.categories:
-                _require_kind(known, one, "numbers", "the schema")
+        for one in TableSchema.load(columns.schema).columns:
+            if one.categories is None:
+                truth = one.kind == "true or false"
+                _require_kind(
+                    known, one.name, "true or false" if truth else "numbers", "the schema"
+                )
     pool = _ArrowTable(arrow, columns.client, name, owners, columns.clusters)
     if test is None:
         return [pool], (*loaded.notes, *notes)
@@ -688,10 +696,15 @@ def _encode_categories(
         strange = np.flatnonzero(code < 0)
         if len(strange):
             found = encoded[int(strange[0])].as_py()
+            look = fold_look(str(found)).casefold()
+            alike = [one for one in map(str, known) if fold_look(one).casefold() == look]
+            hint = ""
+            if alike:
+                hint = f"; it differs from {alike[0]!r} in case, spaces or how accents are written"
             raise DataError(
                 f"column {name!r} is {found!r} {table.locate_row(int(strange[0]))}; expected one "
                 "of its categories: "
-                f"{', '.join(map(str, known[:20]))}"
+                f"{', '.join(map(str, known[:20]))}{hint}"
             )
         codes.append(code)
     return known, codes
@@ -740,6 +753,8 @@ def _convert_target(
     if len(names) == 1:
         labels = [_read_labels(table, names[0]) for table in tables]
         what = f"target {names[0]!r}"
+        if columns.schema is not None:
+            _warn_of_numbered_labels(tables[0], columns)
         coded, found, classes = code_targets(
             labels, columns.classes, columns.class_names, what, _FEW
         )
@@ -758,6 +773,21 @@ def _convert_target(
     whole = all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in kinds)
     kind = torch.int64 if whole else torch.float32
     return [torch.from_numpy(one).to(kind) for one in made], (), 0
+
+
+def _warn_of_numbered_labels(table: _ArrowTable, columns: TableOptions) -> None:
+    """Warn of a target of numbers where the schema has words: their order may be another one."""
+    (name,), words = columns.target_names, [str(one) for one in columns.class_names]
+    kind = table.get_column(name).type
+    if _is_text(kind) or pa.types.is_boolean(kind) or not words:
+        return
+    if not any(WHOLE.fullmatch(one) for one in words):
+        order = ", ".join(f"{place} is {one!r}" for place, one in enumerate(words[:5]))
+        warnings.warn(
+            f"target {name!r} of {table.what} is numbers, and the schema has words: {order}, in the "
+            "order of the schema; write the words, unless that is how the numbers were meant",
+            stacklevel=2,
+        )
 
 
 def _read_labels(table: _ArrowTable, name: str) -> Any:

@@ -60,6 +60,11 @@ def check_module(module: object, what: str) -> nn.Module:
                 "permanent with prune.remove"
             )
     for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise ModelError(
+                f"{what} has no values for {name!r}, which is on the device 'meta'; load or draw its "
+                "weights first"
+            )
         if _has_gradient_hook(parameter):
             raise ModelError(
                 f"{what} has a hook on the gradient of {name!r} (Tensor.register_hook), which no "

@@ -11,6 +11,7 @@ Nothing here uses a layout's modules, engines or optimizers on the plain side, s
 theirs is on one side alone. No draw comes from a stream of the run, and no state of it is changed.
 """
 
+import math
 import time
 import traceback
 import warnings
@@ -276,6 +277,10 @@ def _compare_weights(
         if name not in ours:
             raise TranslationError(f"{name!r} of the module is not among what trains")
         size, scale = _find_largest(ours[name].to(given) - given), _find_largest(given)
+        if not math.isfinite(scale):
+            raise TranslationError(
+                f"weights: {name!r} of the module has NaN or infinity before the first round"
+            )
         # One rounding to the type of the rows.
         if not size <= 2.0**-22 * scale:
             raise TranslationError(

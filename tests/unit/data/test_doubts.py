@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 import coterie
+from coterie.data.schema import TableSchema
 from coterie.errors import DataError
 
 ROWS = 60
@@ -143,3 +144,41 @@ def test_a_class_of_the_test_data_alone_is_said():
     told = table().assign(ill=np.where(np.arange(ROWS) % 2, "ill", "well"))
     with pytest.warns(UserWarning, match="target 'ill' is 'dead' in the test data alone"):
         coterie.from_table(told, client="hospital", target="ill", test=held)
+
+
+def test_another_hospitals_table_means_the_same_by_the_schema_or_says_what_may_not(tmp_path):
+    told = table(fever=np.arange(ROWS) % 3 == 0)
+    told = told.assign(ill=np.where(told.ill == 1, "ill", "well"))
+    data = read(told)
+    assert data.class_names == ("ill", "well")
+    TableSchema.from_federation(data).save(tmp_path / "table.json")
+    options = {"client": "hospital", "schema": str(tmp_path / "table.json")}
+    numbered = told.assign(
+        ill=(told.ill == "ill").astype(int)
+    )  # 1 is ill, which the schema has first
+    with pytest.warns(
+        UserWarning, match=r"is numbers, .* words: 0 is 'ill', 1 is 'well', in the order"
+    ):
+        coterie.from_table(numbered, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same = coterie.from_table(told, **options)
+    assert (same.y == data.y).all()
+    with pytest.raises(DataError, match=r"'fever' .* is 2 in row 0; expected .* as in the schema"):
+        coterie.from_table(told.assign(fever=told.fever.astype(int) + 1), **options)
+
+
+@pytest.mark.parametrize("written", ["Fru\u0308her", " früher", "FRÜHER"])
+def test_a_category_that_only_looks_like_a_known_one_says_in_what_it_differs(written):
+    told = table(smokes=np.where(np.arange(ROWS) % 2, "früher", "nie"))
+    later = told.drop(columns="hospital").head(4).assign(smokes=["nie", written, "nie", "nie"])
+    with pytest.raises(
+        DataError, match=r"in row 1; .* differs from 'früher' in case, spaces or how"
+    ):
+        coterie.from_table(
+            told,
+            client="hospital",
+            target="ill",
+            test=later,
+            categories={"smokes": ["früher", "nie"]},
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import coterie
-from coterie.errors import ModelError
+from coterie.errors import ModelError, TranslationError
 from coterie.rng import Rng
 
 TOKENS = torch.randint(20, (40, 5), generator=torch.Generator().manual_seed(0))
@@ -196,3 +196,15 @@ def test_a_layer_that_pytorch_does_not_see_is_said(keep):
         start(Holds(keep(nn.Linear(4, 2))))
     start(Holds(keep(nn.Linear(4, 2).requires_grad_(False))))
     start(Holds(nn.ModuleList([nn.Linear(4, 2)])))
+
+
+def test_weights_without_values_are_one_line():
+    with torch.device("meta"):
+        empty = nn.Linear(4, 2)
+    with pytest.raises(ModelError, match="no values for 'weight', which is on the device 'meta'"):
+        start(empty)
+    broken = nn.Linear(4, 2)
+    with torch.no_grad():
+        broken.weight[0, 0] = torch.nan
+    with pytest.raises(TranslationError, match="'weight' of the module has NaN or infinity before"):
+        start(broken)
