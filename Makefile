@@ -78,7 +78,7 @@ dist: setup ## build dist/*.whl and dist/*.tar.gz, check them, try the wheel in 
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python scripts/try_wheel.py dist
 
-golden: setup ## rewrite the stored runs of tests/golden; a change needs a reason in the changelog
+golden: setup ## store runs of tests/golden that are missing or have changed; a change needs a reason in the changelog
 	COTERIE_GOLDEN=rewrite OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n0 tests/golden
 
 bench: setup ## measure the engines on this machine

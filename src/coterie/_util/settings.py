@@ -8,6 +8,7 @@ where a float is expected; nothing else is converted, so the text "false" is nev
 
 import functools
 import inspect
+import itertools
 import json
 import math
 import re
@@ -127,12 +128,8 @@ class WithPresets(Configurable):
 
     def preset_fields(self) -> set[str]:
         """Return the fields that follow the preset."""
-        return {
-            name
-            for values in self.presets.values()
-            for name in values
-            if name not in self.__dict__["given"]
-        }
+        set_by_presets = set(itertools.chain.from_iterable(self.presets.values()))
+        return set_by_presets - set(self.__dict__["given"])
 
 
 @functools.cache

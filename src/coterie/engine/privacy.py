@@ -275,6 +275,7 @@ def _load_accountant() -> tuple[Any, tuple[float, ...]]:
     return rdp, tuple(map(float, (*RDPAccountant.DEFAULT_ALPHAS, *_EXTRA_ORDERS)))
 
 
+# Clients with as many samples ask the same question in every round.
 @lru_cache(maxsize=4096)
 def _renyi_divergences(query: PrivateQuery) -> Float[np.ndarray, " orders"]:
     """Return the Rényi divergence of each order."""

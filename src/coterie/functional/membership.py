@@ -47,6 +47,7 @@ def likelihood_ratio(
         member: whether a sample is in a run's training data.
     """
     runs = len(values)
+    # Of the four runs that six leave, each sample is a member in two: no variance needs fewer.
     require(runs >= 6 and runs % 2 == 0, "runs", runs, "an even number, 6 or more")
     scores = torch.empty_like(values)
     for run in range(runs):

@@ -395,8 +395,13 @@ def find_overlapping_starts(reports: Sequence[Report]) -> dict[str, str]:
 def _agree_on_key(reports: Sequence[Report], run: str, member: str, key: str) -> bool:
     """Whether no log has another key of a member in a version that another log has with this one."""
     named = [r.keys for r in reports if r.run == run]
-    versions = {v for keys in named for v, of in keys.items() if of.get(member) == key}
-    return all(keys[v].get(member) == key for keys in named for v in versions & keys.keys())
+    versions = set()
+    for keys in named:
+        versions |= {version for version, of in keys.items() if of.get(member) == key}
+    others = set()
+    for keys in named:
+        others |= {keys[version].get(member) for version in versions & keys.keys()}
+    return others <= {key}
 
 
 def _read_signed(at: Receipt) -> tuple[str, str]:

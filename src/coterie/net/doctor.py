@@ -306,6 +306,7 @@ def find_shapes(
     """
     until = time.monotonic() + _SEARCH
     near = sorted(range(1, _NEAR), key=lambda n: abs(n - features[0]))
+    # Numbers of outputs first: there are few that anybody has.
     shapes = [(features, n) for n in range(1, 65)]
     shapes += [((n, *features[1:]), outputs) for n in near]
     for shape, number in shapes:

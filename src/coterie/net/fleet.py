@@ -270,12 +270,12 @@ def join_results(
     prepare_folder(target)
     tables, files = {}, dict[str, manifest.Content]()
     for name in ("metrics", "edges"):
-        parts = [pd.read_parquet(source / f"{name}.parquet") for source in sources]
-        # Category columns of several files have different categories: they are joined as text.
-        parts = [
-            p.astype({c: str for c in p.columns if isinstance(p[c].dtype, pd.CategoricalDtype)})
-            for p in parts
-        ]
+        parts = []
+        for source in sources:
+            part = pd.read_parquet(source / f"{name}.parquet")
+            # Category columns of several files have different categories: they are joined as text.
+            categories = part.select_dtypes("category").columns
+            parts.append(part.astype(dict.fromkeys(categories, str)))
         tables[name] = pd.concat(parts).sort_values(
             ["round", *(["client"] if name == "metrics" else ["reader"])]
         )
@@ -321,6 +321,7 @@ def run_demo(
         The folder of the study with both runs.
     """
     study = demo_study(clients, rounds)
+    # Shorter than the defaults, so that a demonstration that hangs ends within minutes.
     files = lay_out(
         folder, study, port=port, network={"deadline": 20.0, "start": 60.0, "linger": 20.0}
     )

@@ -179,7 +179,10 @@ class GrpcServer:
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", window),
                 ("grpc.max_concurrent_streams", 8 * calls),
+                # The library closes links that ping more often than this: the shortest interval that
+                # `_link_options` asks for must be allowed.
                 ("grpc.http2.min_ping_interval_without_data_ms", 500),
+                # A stranger who opens a connection and says nothing holds it no longer than this.
                 ("grpc.server_handshake_timeout_ms", 10_000),
             ],
             maximum_concurrent_rpcs=calls * (len(self._members) + 32),

@@ -719,6 +719,7 @@ class GrpcTransport(GrpcServer):
     async def _answer_message(self, question: Question, context: Any) -> None:
         found, asker = question.fields, question.asker
         address = Address(found["round"], found["exchange"], found["client"], found["kind"])
+        # As in `wire.parse_manifest`: outside of these no message can exist.
         fits = -1 <= address.round < 1 << 31 and 0 <= address.exchange < 1 << 16
         if found["kind"] not in KINDS or not fits or not -1 <= address.client < 1 << 31:
             self._count_refusal("not_allowed", asker, "a message of no such address")

@@ -152,5 +152,5 @@ def rehearse(file: NodeFile, say: Say, *, seconds: float, insecure: bool = False
         while complete and time.monotonic() < until:
             if time.monotonic() - max(transport.last_questions.values(), default=0.0) > _STAY:
                 break
-            time.sleep(0.2)
+            time.sleep(0.2)  # fine enough for `_STAY`, which is seconds
     return fine and complete

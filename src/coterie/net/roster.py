@@ -460,12 +460,12 @@ def find_ends(roster: Roster, now: datetime) -> dict[str, tuple[float, int | Non
     for member in roster.everyone:
         if member.expires:
             end = datetime.fromisoformat(member.expires)
-            due = [
-                days
-                for days in (*NOTICE_DAYS, 0)
-                if end - timedelta(days=days) <= now
-                and (days == 0 or end - timedelta(days=days) > signed)
-            ]
+            due = []
+            for days in (*NOTICE_DAYS, 0):
+                at = end - timedelta(days=days)
+                # A notice that was due before the roster was signed is not given again.
+                if at <= now and (days == 0 or at > signed):
+                    due.append(days)
             found[member.name] = (end - now) / timedelta(days=1), min(due, default=None)
     return found
 

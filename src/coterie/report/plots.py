@@ -409,6 +409,7 @@ def draw_label_bars(runs: NamedRuns) -> DrawnFigure:
             bottom += height
         axes.set_xticks(range(len(found_clusters)), list(map(str, found_clusters)))
         axes.set(title=name, xlabel="found cluster", ylabel="clients")
+    # A longer legend would hide the panels.
     if len(panels[0].get_legend_handles_labels()[1]) <= 12:
         add_shared_legend(panels)
     return figure, pd.DataFrame(rows, columns=["method", "found", "of", "count"])

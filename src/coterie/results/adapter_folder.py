@@ -70,6 +70,7 @@ def export_adapter_folder(
             f"{type(module).__name__}: take safetensors, or train with [model.adapter]"
         )
     prepare_folder(path.parent)
+    # Cut, because names of files have at most 255 bytes.
     temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with warnings.catch_warnings():

@@ -116,6 +116,8 @@ def _summarize(values: Values, toward: Values) -> Values:
     out = {"training loss": values["training loss"].double()[None]}
     for name, value in values.items():
         if name.startswith("gradient"):
+            # All entries as one number, in whose mean a bias of many small parts adds up; and some
+            # entries alone, whose variance shows draws that are too alike.
             flat, along = value.flatten(), toward[name].flatten()
             out[name] = (flat.dot(along) / along.norm().clamp(min=1e-30)).double()[None]
             out[f"{name}: some entries"] = flat[:: max(1, len(flat) // _ENTRIES)].double()

@@ -184,6 +184,7 @@ def _compare_inputs(ours: TrainedSide, sample: Federation) -> float:
     found = ours.inputs().cpu()
     expected = torch.stack([prepare_inputs(sample, x, found.dtype) for x in read_inputs(sample.x)])
     gap, scale = _find_largest(found - expected), _find_largest(expected)
+    # `not <=` also catches NaN; 1e-30 keeps 0 of 0 from being one.
     if not gap <= LIMITS[found.dtype] * max(scale, 1e-30):
         raise TranslationError(f"inputs differ by {gap:.3g} of {scale:.3g} from the data's own")
     return gap / max(scale, 1e-30)
@@ -254,7 +255,7 @@ def find_gaps(
             allowed = limit * max(scale, 1.0)
         if moved is not None:
             allowed += 8 * _find_largest(moved[name].cpu().double() - expected)
-        if not size <= allowed:
+        if not size <= allowed:  # NaN is a gap, too
             gaps.append(_Gap(name, size, scale, allowed))
         kind = _kind(name)
         compared[kind] = max(compared.get(kind, 0.0), size / max(scale, floor, 1e-30))

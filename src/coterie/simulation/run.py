@@ -294,6 +294,7 @@ def simulate(
     end_unguarded_import()
     settings = settings or Settings()
     _check_types(federation, method, model, settings)
+    # Seeds are stored as 64-bit integers with a sign.
     require(
         isinstance(seed, Integral) and 0 <= seed < 2**63,
         "seed",

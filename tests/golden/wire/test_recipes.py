@@ -5,13 +5,14 @@ read by the member in tests/stranger, which was written from docs/reference/wire
 """
 
 import hashlib
-import json
-import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
+from tests.golden.keeping import REWRITES, keep_stored, read_entries, write_entries
 from torch import nn
 
 import stranger
@@ -44,8 +45,34 @@ def network() -> nn.Module:
     return module
 
 
-def write() -> None:
-    """Make the file anew; signatures differ every time, because ECDSA draws a number for each."""
+def is_same_head(stored: str, fresh: str) -> bool:
+    """Whether a stored head is that of today, signed: ECDSA draws a number for each signature."""
+    old, new = bytes.fromhex(stored), bytes.fromhex(fresh)
+    signed = identity.verify(KEY.public_key(), old[:64], b"coterie head 1\n" + old[64:])
+    return signed and old[64:] == new[64:]
+
+
+def is_same_roster(stored: dict[str, str], fresh: dict[str, str]) -> bool:
+    """Whether a stored roster is that of today, signed."""
+    text, signature = stored["text"].encode(), bytes.fromhex(stored["sig"])
+    signed = identity.verify(ORGANIZER.public_key(), signature, b"coterie roster 1\n" + text)
+    return signed and stored["text"] == fresh["text"]
+
+
+SIGNED: dict[str, Callable[[Any, Any], bool]] = {"head": is_same_head, "roster": is_same_roster}
+
+
+def write(file: Path = FILE) -> None:
+    """Write the recipes that are not those of today."""
+    stored, fresh = read_entries(file), make_document()
+    kept = keep_stored(stored, fresh, lambda old, new: old == new)
+    for name, is_same in SIGNED.items():
+        if name in stored and is_same(stored[name], fresh[name]):
+            kept[name] = stored[name]
+    write_entries(file, kept)
+
+
+def make_document() -> dict[str, Any]:
     layout, public = Layout(network()), KEY.public_key()
     member = Member(
         "north", "192.0.2.7:7447", (0, 2), identity.encode_public_key(public), "ab" * 32, "2026-12-31T00:00:00+00:00",
@@ -60,7 +87,7 @@ def write() -> None:
         "three-hospitals", "north", 1763856000, "0011223344556677", 3, "running", 1, roster.study, roster.schema, 2,
         1763856123.0, ["south"], SETTINGS,
     ).seal(lambda data: identity.sign(KEY, data))  # fmt: skip
-    FILE.write_text(json.dumps({
+    return {
         "about": "keys, canonical JSON, hashes, a head of north, and a roster, signed by the organizer",
         "key": {"private": 20240917, "public": identity.encode_public_key(public),
                 "fingerprint": identity.key_fingerprint(public)},
@@ -76,13 +103,13 @@ def write() -> None:
         },
         "head": made.hex(),
         "roster": {"text": text.decode(), "sig": identity.sign(ORGANIZER, b"coterie roster 1\n" + text).hex()},
-    }, indent=1) + "\n")  # fmt: skip
+    }  # fmt: skip
 
 
-if os.environ.get("COTERIE_GOLDEN") == "rewrite":
+if REWRITES:
     write()
-RECIPES = json.loads(FILE.read_text())
-VECTORS = json.loads((FOLDER / "vectors.json").read_text())
+RECIPES = read_entries(FILE)
+VECTORS = read_entries(FOLDER / "vectors.json")
 
 
 # ---------------------------------------------------------------- the curve, from its equation
@@ -274,3 +301,32 @@ def test_a_head_says_its_time_as_a_float():
     assert read(sealed).time == 1763856123.0
     with pytest.raises(Refused, match="time is not of type"):
         read(sealed.replace(b"1763856123.0", b"1763856123"))
+
+
+def test_recipes_are_written_again_where_more_than_the_draw_of_a_signature_differs(tmp_path):
+    file = tmp_path / "recipes.json"
+    write_entries(file, RECIPES)
+    before = file.read_bytes()
+    write(file)
+    assert file.read_bytes() == before
+    head, roster = RECIPES["head"], RECIPES["roster"]
+    # Another digit of a signature, another text, another hash, and an entry that is missing.
+    other = "0" if head[0] != "0" else "1"
+    for name, damaged in (
+        ("head", other + head[1:]),
+        ("roster", {**roster, "text": roster["text"] + "\n"}),
+        ("study", {**RECIPES["study"], "sha256": "0" * 64}),
+        ("schema", None),
+    ):
+        write_entries(
+            file, {key: value for key, value in {**RECIPES, name: damaged}.items() if value}
+        )
+        write(file)
+        after = read_entries(file)
+        assert list(after) == list(RECIPES)
+        assert (
+            SIGNED[name](after[name], RECIPES[name])
+            if name in SIGNED
+            else after[name] == RECIPES[name]
+        )
+        assert {**after, name: RECIPES[name]} == RECIPES, "all others stay"

@@ -1,12 +1,13 @@
 """Stored messages, so that a client in another language can be checked against them; see docs/reference/wire.md."""
 
 import json
-import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import ec
+from tests.golden.keeping import REWRITES, read_entries, write_entries
 
 from coterie.net import identity
 from coterie.net.payload import Refused, Template
@@ -33,8 +34,41 @@ def parts(parcel: Parcel) -> list[dict]:
     ]
 
 
-def write() -> None:
-    """Make the file anew; signatures differ every time, because ECDSA draws a number for each."""
+def cut_signatures(document: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the document without the signatures of its messages: 64 bytes behind the length."""
+    out = json.loads(json.dumps(document))
+    for case in out["accepted"] + out["refused"]:
+        attachment = case["parts"][0]["attachment"]
+        case["parts"][0]["attachment"] = attachment[:8] + attachment[8 + 128 :]
+    return out
+
+
+def is_signed(case: dict[str, Any]) -> bool:
+    """Whether the signature of a message is one of its manifest."""
+    attachment = bytes.fromhex(case["parts"][0]["attachment"])
+    return identity.verify(
+        KEY.public_key(), attachment[4:68], b"coterie manifest 1\n" + attachment[68:]
+    )
+
+
+def is_same(stored: dict[str, Any], fresh: dict[str, Any]) -> bool:
+    """Whether stored messages are those of today: ECDSA draws a number for each signature."""
+    if cut_signatures(stored) != cut_signatures(fresh):
+        return False
+    pairs = zip(
+        stored["accepted"] + stored["refused"], fresh["accepted"] + fresh["refused"], strict=True
+    )
+    return all(is_signed(old) == is_signed(new) for old, new in pairs)
+
+
+def write(file: Path = FILE) -> None:
+    """Write the messages, unless the stored ones differ from them in signatures alone."""
+    stored, fresh = read_entries(file), make_document()
+    if not stored or not is_same(stored, fresh):
+        write_entries(file, fresh)
+
+
+def make_document() -> dict[str, Any]:
     tensors = {
         "params": torch.tensor([0.5, -1.25, 3.0]),
         "field.samples": torch.tensor(12.0),
@@ -74,7 +108,7 @@ def write() -> None:
             "signature",
         ),
     ]
-    document = {
+    return {
         "about": "messages of run three-hospitals, from north (client 2) to any member, round 4, exchange 0",
         "public_key": identity.encode_public_key(KEY.public_key()),
         "accepted": [
@@ -85,10 +119,9 @@ def write() -> None:
         ],
         "refused": [{"name": name, "parts": parts(parcel), "code": code} for name, parcel, code in refused],
     }  # fmt: skip
-    FILE.write_text(json.dumps(document, indent=1) + "\n")
 
 
-if os.environ.get("COTERIE_GOLDEN") == "rewrite":
+if REWRITES:
     write()
 VECTORS = json.loads(FILE.read_text())
 assert VECTORS["accepted"]
@@ -125,3 +158,28 @@ def test_stored_messages_that_are_wrong_are_refused_for_the_stored_reason(case):
     with pytest.raises(Refused) as caught:
         opened(case)
     assert caught.value.code == case["code"]
+
+
+def test_messages_are_written_again_where_more_than_the_draw_of_a_signature_differs(tmp_path):
+    file = tmp_path / "vectors.json"
+    write_entries(file, VECTORS)
+    before = file.read_bytes()
+    write(file)
+    assert file.read_bytes() == before
+
+    def damage(change) -> None:
+        document = json.loads(before)
+        change(document)
+        write_entries(file, document)
+        write(file)
+        assert is_same(read_entries(file), VECTORS)
+        assert read_entries(file) != VECTORS, "all messages are signed again"
+
+    def flip_signature(document) -> None:
+        part = document["accepted"][1]["parts"][0]
+        first = "0" if part["attachment"][8] != "0" else "1"
+        part["attachment"] = part["attachment"][:8] + first + part["attachment"][9:]
+
+    damage(lambda document: document["refused"][0].update(code="run"))
+    damage(lambda document: document["accepted"].pop())
+    damage(flip_signature)

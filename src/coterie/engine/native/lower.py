@@ -52,6 +52,7 @@ _BINARY = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGIC = {"logical_and": "&&", "logical_or": "||", "logical_xor": "!="}
 _BITS = {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
+# Costs are in additions, roughly; only their order matters, against `_LARGE` and each other.
 _UNARY: dict[str, tuple[str, int]] = {  # text, cost
     "neg": ("(-{0})", 1), "abs": ("std::fabs({0})", 1), "relu": ("chosen({0} < 0, 0, {0})", 1),
     "exp": ("exponential({0})", 8), "log": ("std::log({0})", 8), "log1p": ("std::log1p({0})", 8),
@@ -430,6 +431,7 @@ class Lowering:
             return self._map(
                 ("(T(0.5) * {0} * (1 + hyperbolic(" + inner + ")))").format, x, cost=16
             )
+        # The constant is 1 / sqrt(2).
         return self._map(
             "(T(0.5) * {0} * (1 + error_function({0} * T(0.7071067811865476))))".format, x, cost=16
         )

@@ -86,7 +86,10 @@ def join_products(trace: Trace) -> Trace:
         nodes.append(Operation("mm", (left, joined[1]), {}, node.outs, node.layer))
         made[id(node)] = nodes
         gone.update(id(inner) for inner in gone_now)
-    result = [n for node in trace.nodes if id(node) not in gone for n in made.get(id(node), [node])]
+    result: list[Operation] = []
+    for node in trace.nodes:
+        if id(node) not in gone:
+            result += made.get(id(node), [node])
     return replace(trace, nodes=result, kinds=kinds)
 
 

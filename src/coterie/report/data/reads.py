@@ -99,6 +99,7 @@ def _build_method_reads(
     mean, spread = nan_mean_std(stacked)
     found = np.concatenate([graph.rounds_to_discovery(run.edges, cluster) for run in runs])
     groups = graph.find_communities(whole)
+    # A window holds a number for each pair of clients: many of large populations make a huge page.
     windows = WINDOWS if population <= 300 else 2
     at = thin_indices(len(ends), windows)
     if len(ends) > windows:
