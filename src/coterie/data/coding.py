@@ -28,6 +28,9 @@ EMPTY = (
 )  # fmt: skip
 """Words that programs write where there is no value, as pandas reads them."""
 
+_FEW_WHOLE = 10
+"""Of at most so many whole numbers as floats it is said that they are no classes: digits are ten."""
+
 _EXACT = 1 << 53
 """Beyond it float64 skips whole numbers."""
 
@@ -95,7 +98,7 @@ def _code_targets(
     if classes is None and not names:
         _warn_about_constant(found, values[0], what)
         if floats:
-            _ask_about_floats(found, what)
+            _ask_about_floats(found, sum(map(len, values)), what)
             return list(targets), (), 0
         if truths:
             return list(targets), (), 2
@@ -150,13 +153,27 @@ def _warn_about_negative(found: np.ndarray, what: str) -> None:
         )
 
 
-def _ask_about_floats(found: np.ndarray, what: str) -> None:
-    """Refuse floats of two values, which are hardly those of a regression.
+def _ask_about_floats(found: np.ndarray, number: int, what: str) -> None:
+    """Refuse floats of two values, which are hardly those of a regression; warn of a few whole ones.
 
     Raises:
         DataError: which asks what they are.
     """
-    if len(found) != 2 or not np.isfinite(found).all():
+    if not np.isfinite(found).all():
+        return
+    # Of a few samples of a regression, too, all may be whole.
+    repeated = number >= 5 * len(found)
+    if repeated and 2 < len(found) <= _FEW_WHOLE and np.array_equal(found, found.round()):
+        listed = ", ".join(f"{value:.0f}" for value in found)
+        advice = f"class_names = {[f'{value:.0f}' for value in found]}".replace("'", '"')
+        if np.array_equal(found, np.arange(len(found))):
+            advice = f"classes = {len(found)}"
+        warnings.warn(
+            f"{what} has the numbers {listed} alone, as floats: they are taken for a regression, as "
+            f"classes = 0 says without this line; for classes say {advice}",
+            stacklevel=5,
+        )
+    if len(found) != 2:
         return
     advice = "make them text for classes"
     if np.array_equal(found, [0, 1]):

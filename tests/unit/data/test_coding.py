@@ -1,6 +1,7 @@
 """Ids of clients stay the text they are, and classes are the labels that occur, with their names."""
 
 import warnings
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
@@ -194,3 +195,25 @@ def test_constant_columns_scale_to_zero(value, rows):
         if expected.scale_ is not None and values is other:
             assert found[1:] == pytest.approx((expected.mean_[0], expected.scale_[0]), rel=1e-9)
         assert np.abs((values - found[1]) / found[2]).max() < 10
+
+
+def test_a_few_whole_numbers_as_floats_are_said_to_be_no_classes():
+    """A column of whole numbers becomes one of floats by a gap, or of decimals in a database."""
+    targets = np.array([0.0, 1.0, 2.0] * 5)
+    said = "has the numbers 0, 1, 2 alone, as floats: .* for classes say classes = 3$"
+    with pytest.warns(UserWarning, match=f"^y {said}"):
+        _, names, classes = code_targets([targets])
+    assert (names, classes) == ((), 0)
+    table = pd.DataFrame({"x": np.arange(15.0), "y": [Decimal(place % 3) for place in range(15)]})
+    with pytest.warns(UserWarning, match=f"^target 'y' {said}"):
+        assert coterie.from_table(table, target="y", num_clients=1).classes == 0
+    assert coterie.from_table(table, target="y", num_clients=1, classes=3).classes == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        code_targets([targets], classes=0)
+        assert code_targets([targets], classes=3)[2] == 3
+        code_targets([np.arange(11.0).repeat(9)])  # as many as no class has names for
+        code_targets([np.array([1.0, 2.5, 4.0]).repeat(9)])
+        code_targets([np.arange(4.0)])  # a few samples
+    with pytest.warns(UserWarning, match=r'for classes say class_names = \["1", "5", "9"\]$'):
+        code_targets([np.array([1.0, 5.0, 9.0]).repeat(5)])
