@@ -169,6 +169,7 @@ class Relay(GrpcServer):
             end = await self.switchboard.call_up(to, float(question.fields["wait"]))
             if end is None:
                 await context.abort(AWAY, f"{to} has no stream open here")
+            assert end is not None  # abort raises
             await context.write(b"")
             near = HandlerEnd(question.requests, context)
             await splice(near, end, lambda number: self._spend(asker, number))

@@ -38,6 +38,7 @@ CONNECT = 5.0
 """Seconds for a member to call back, and for one that has just lost its stream to open it again."""
 _SETTLE = 10.0  # seconds in which streams that were lost, or this process, come back
 _FLUSH = 5.0  # seconds for what is on its way when one side has ended
+_EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # not in its stubs
 _PAUSES = (0.5, 5.0)  # seconds between two tries to open a stream: at first, and at most
 _NUMBER = re.compile(rb"[0-9a-f]{32}")
 _CHANGES, _WITHIN = 20, 200.0  # events about one stream, in so many seconds
@@ -75,7 +76,7 @@ class CallEnd:
     async def read(self) -> bytes:
         """Return the next part."""
         found = await self._call.read()
-        return b"" if found is grpc.aio.EOF else found
+        return b"" if found is _EOF else found
 
     async def write(self, data: bytes) -> None:
         """Send a part."""
@@ -424,7 +425,7 @@ class Tunnels:
             call, text = self._call(channel, "Attach"), "it has ended the stream"
             try:
                 await call.write(self._node.encode({}))
-                while (number := await call.read()) is not grpc.aio.EOF:
+                while (number := await call.read()) is not _EOF:
                     if name not in self.attached:
                         self.attached.add(name)
                         pause = _PAUSES[0]

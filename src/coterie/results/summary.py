@@ -337,9 +337,9 @@ def compute_time_to_accuracy(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
             if own[0] and theirs[0]:
                 key = run.label, base.label, metric
                 found.setdefault(key, []).append(_compute_time_ratio(own, theirs))
-                timed = _put_on_time(run, own), _put_on_time(base, theirs)
-                if timed[0] is not None and timed[1] is not None:
-                    in_seconds.setdefault(key, []).append(_compute_time_ratio(*timed))
+                timed, base_timed = _put_on_time(run, own), _put_on_time(base, theirs)
+                if timed is not None and base_timed is not None:
+                    in_seconds.setdefault(key, []).append(_compute_time_ratio(timed, base_timed))
     rows = []
     for (label, name, metric), entries in found.items():
         ratios, times, reasons = zip(*entries, strict=True)

@@ -38,7 +38,7 @@ def organizer(tmp_path) -> Path:
     folder = tmp_path / "organizer"
     who, _ = local.make_members([[0], [1], [2], [3]])
     local.create_credentials(folder, who, study=head.study_hash(PLAN.common_settings(4)))
-    setup._save_members(folder, {m.name: m.address for m in who.members})
+    setup._save_addresses(folder / setup.MEMBERS, {m.name: m.address for m in who.members})
     return folder
 
 
