@@ -81,9 +81,8 @@ def tsallis_weights(
         [0.25, 0.25, 0.25, 0.25]
     """
     arms = len(losses) + others
-    least = min(0.0, float(losses.min())) if others and len(losses) else 0.0
-    if not others:
-        least = float(losses.min())
+    # Arms that were not played have sums of 0.
+    least = float(losses.min(initial=0.0) if others else losses.min())
 
     def weigh(x: float) -> tuple[np.ndarray, float]:
         return plays / (losses - x) ** 2, plays / x**2 if others else 0.0
@@ -156,17 +155,22 @@ def find_competitive(
         bounds: what each of them says of groups with 0, 1, ... members in common.
         members: how many there are.
     """
-    size, open_ = groups.shape[1], np.ones(len(groups), dtype=bool)
     best = means.max()
+    # What is ruled out is not looked at again: of many groups that were played, few are left soon.
+    left, columns = np.arange(len(groups)), groups.T
     for group, limits in zip(played, bounds, strict=True):
-        # From so many members in common on, a group is ruled out: bounds fall with the overlap.
-        ruled = int(np.argmax(limits < best)) if bool((limits < best).any()) else size + 1
-        if ruled > size:
+        below = np.flatnonzero(limits < best)
+        if not len(below):
             continue
         inside = np.zeros(members, dtype=np.int8)
         inside[group] = 1
-        open_ &= inside[groups].sum(1, dtype=np.int8) < ruled
-    return open_
+        # From so many members in common on, a group is ruled out: bounds fall with the overlap.
+        ruled = sum(inside[column] for column in columns) >= below[0]
+        if ruled.any():
+            left, columns = left[~ruled], columns[:, ~ruled]
+    competitive = np.zeros(len(groups), dtype=bool)
+    competitive[left] = True
+    return competitive
 
 
 def draw_group(
