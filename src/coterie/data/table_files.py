@@ -344,15 +344,16 @@ def decide_types(
     return made, notes
 
 
-def require_no_dates(name: str, column: pa.ChunkedArray) -> None:
+def require_no_dates(name: str, column: pa.ChunkedArray | pa.Array) -> None:
     """Refuse a column of text all of whose entries are dates or times.
 
     Raises:
         DataError: when they are.
     """
-    if _matches(column, _DATE):
+    distinct = column.unique()  # a category is looked at once
+    if _matches(distinct, _DATE):
         raise DataError(
-            f"column {name!r} holds dates or times, such as {_first(column)!r}; turn it into "
+            f"column {name!r} holds dates or times, such as {_first(distinct)!r}; turn it into "
             "numbers first, such as the days since the first, or leave it out of features"
         )
 
@@ -454,7 +455,7 @@ def _clear_empty(column: pa.ChunkedArray, categories: Sequence[Any] = ()) -> pa.
     return pc.if_else(empty, pa.scalar(None, pa.string()), column)
 
 
-def _matches(column: pa.ChunkedArray, pattern: str) -> bool:
+def _matches(column: pa.ChunkedArray | pa.Array, pattern: str) -> bool:
     """Whether there are entries, and all match."""
     found = pc.all(pc.match_substring_regex(pc.utf8_trim_whitespace(column), pattern=pattern))
     return bool(found.as_py()) and column.null_count < len(column)
@@ -465,7 +466,7 @@ def _any(column: pa.ChunkedArray, pattern: str) -> bool:
     return bool(found.as_py())
 
 
-def _first(column: pa.ChunkedArray, pattern: str = "") -> str:
+def _first(column: pa.ChunkedArray | pa.Array, pattern: str = "") -> str:
     trimmed = pc.utf8_trim_whitespace(column.drop_null())
     return trimmed.filter(pc.match_substring_regex(trimmed, pattern=pattern))[0].as_py()
 
