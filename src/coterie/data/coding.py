@@ -319,8 +319,9 @@ def _find_labels(targets: Sequence[Any], texts: Sequence[Sequence[str]]) -> tupl
 
 def _warn_about_untrained(labels: Sequence[str], texts: Sequence[Sequence[str]], what: str) -> None:
     """Warn of labels that the first targets, those for training, do not have."""
-    trained, others = set(texts[0]), set().union(*texts[1:])
-    alone = [label for label in labels if label in others - trained]
+    trained = set(texts[0])
+    untrained = set().union(*texts[1:]) - trained
+    alone = [label for label in labels if label in untrained]
     if trained and alone:
         shown = ", ".join(map(repr, alone[:5])) + ", ..." * (len(alone) > 5)
         warnings.warn(

@@ -323,12 +323,8 @@ def _load_tables(
     arrow, notes = decide_types(loaded, needed, columns.categories, columns.decimal)
     if columns.schema is not None:
         known = _ArrowTable(arrow, None, name)
-        for one in TableSchema.load(columns.schema).columns:
-            if one.categories is None:
-                truth = one.kind == "true or false"
-                _require_kind(
-                    known, one.name, "true or false" if truth else "numbers", "the schema"
-                )
+        for one, kind in _list_kinds(TableSchema.load(columns.schema).columns).items():
+            _require_kind(known, one, kind, "the schema")
     pool = _ArrowTable(arrow, columns.client, name, owners, columns.clusters)
     if test is None:
         return [pool], (*loaded.notes, *notes)
@@ -357,11 +353,23 @@ def _find_kind(kind: pa.DataType) -> Kind:
     return "true or false" if pa.types.is_boolean(kind) else "numbers"
 
 
+def _list_kinds(columns: Sequence[TableColumn]) -> dict[str, Kind]:
+    """Return what each column of a table is, by its name."""
+    kinds: dict[str, Kind] = {}
+    for column in columns:
+        if column.categories is not None:
+            kinds[column.name] = "text"
+        elif not column.indicator:  # that has the name of the column whose empty entries it marks
+            truth = column.kind == "true or false"
+            kinds[column.name] = "true or false" if truth else "numbers"
+    return kinds
+
+
 def _require_kind(table: "_ArrowTable", name: str, kind: Kind, known: str = "training") -> None:
-    """Check that a later table has numbers where the first has them.
+    """Check that a later table has numbers, or true and false, where the first has them.
 
     Raises:
-        DataError: when it has text.
+        DataError: when it has text, or other numbers than 1 and 0.
     """
     values = table.get_column(name)
     if kind != "text" and _is_text(values.type):
@@ -393,13 +401,9 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
             that nothing fills.
     """
     loaded, entries = load_table(table), []
-    kinds: dict[str, Kind] = {}
-    categories = {}
+    kinds, categories = _list_kinds(columns), {}
     for column in columns:
         check_column(loaded.arrow, column.name, "the table")
-        kinds[column.name] = "numbers" if column.categories is None else "text"
-        if column.kind == "true or false":
-            kinds[column.name] = "true or false"
         if column.categories is not None:
             categories[column.name] = column.categories
     found = _ArrowTable(follow_types(loaded, kinds, categories), None, loaded.what)
@@ -847,8 +851,9 @@ def _check_text(tables: Sequence[_ArrowTable], name: str) -> None:
         column = table.get_column(name)
         if pa.types.is_dictionary(column.type) or not _is_text(column.type):
             continue
-        require_no_dates(name, column)
-        values = [value for value in column.unique().to_pylist() if value is not None]
+        distinct = column.unique()
+        require_no_dates(name, distinct)
+        values = [value for value in distinct.to_pylist() if value is not None]
         if unit := _find_unit(values):
             raise DataError(
                 f"column {name!r} is text: numbers with {unit!r}, such as {values[0]!r}; write the "

@@ -1,5 +1,6 @@
 """What looks right and is hardly meant is said: words for nothing, numbers as text, lost digits."""
 
+import time
 import warnings
 
 import numpy as np
@@ -7,7 +8,9 @@ import pandas as pd
 import pytest
 
 import coterie
+from coterie.data.coding import encode_labels
 from coterie.data.schema import TableSchema
+from coterie.data.tables import read_inputs
 from coterie.errors import DataError
 
 ROWS = 60
@@ -137,6 +140,24 @@ def test_a_column_of_true_and_false_has_no_other_numbers_later(tmp_path):
     right = later.assign(fever=[0, 1, 1, 0, 1, 0])
     same = right.assign(fever=right.fever.astype(bool))
     assert (run.predict("north", right) == run.predict("north", same)).all()
+
+
+def test_an_indicator_does_not_make_numbers_of_a_column_of_true_and_false():
+    given = pd.array([[True, False, None][row % 3] for row in range(ROWS)], "boolean")
+    data = read(table(fever=given), impute="most-frequent", indicate=["fever"])
+    assert data.feature_names[-1] == "fever is empty"
+    later = table(fever=[0, 1, 2] * (ROWS // 3))
+    with pytest.raises(DataError, match=r"'fever' .* is 2 in row 2; expected true or false"):
+        read_inputs(later, data.table)
+
+
+def test_many_labels_of_the_test_data_alone_take_no_time():
+    own, held = ([f"{part} {row}" for row in range(20_000)] for part in "ab")
+    began = time.process_time()
+    with pytest.warns(UserWarning, match=r"y is 'b 0', .*, \.\.\. in the test data alone"):
+        encode_labels([own, held])
+    # Looking each label up takes 0.05 s; half a minute where all are compared with each.
+    assert time.process_time() - began < 5
 
 
 def test_a_class_of_the_test_data_alone_is_said():
