@@ -32,7 +32,8 @@ ENGINES: dict[str, type[Engine]] = {
 # Predicted seconds, within a factor of two of what benchmarks/building.py measures. Building a
 # program: to begin, for a node of its graphs, for a convolution in them.
 _BUILD, _BUILD_NODE, _BUILD_CONVOLUTION = 2.3, 0.004, 0.1
-# What each run takes to record a node and to find the program again: 0.2 to 0.7 ms were measured.
+# What each run takes to record a node and to find the program again: 0.2 to 0.7 ms in trials that
+# are not stored.
 _RECORD_NODE = 3e-4
 # What a program saves: a node of the graph of a step is a call of PyTorch, whatever the batch, and
 # a product of a sample in the forward pass is faster, together with two in the backward pass.
