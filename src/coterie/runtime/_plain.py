@@ -191,9 +191,10 @@ class PlainModule:
         if float(gap) > limit * float(first.nan_to_num().abs().max()):
             raise ModelError(
                 f"the module remembers its last forward pass outside of its parameters and "
-                f"buffers{named}: with the same weights, samples and random numbers it returns "
-                "something else the second time, and all clients share one module; keep what it "
-                "remembers in a buffer (register_buffer), and draw random numbers with torch"
+                f"buffers{named}, or draws random numbers that PyTorch does not make (numpy's, "
+                "Python's): with the same weights, samples and seed its output is another when the "
+                "same pass is repeated, and all clients share one module; keep what it remembers in a "
+                "buffer (register_buffer), and draw with torch"
             )
         if not named:
             return ""
