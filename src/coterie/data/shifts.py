@@ -539,7 +539,7 @@ class Visual(Shift):
                 place, domain, noise=float(self.sigma), redrawn=redrawn
             )
             # Part of the data's fingerprint, so the text stays as it is.
-            note = f"sigma {self.sigma:g}" + ", drawn again at every access" * redrawn
+            note = f"sigma {self.sigma:g}" + ", drawn anew at every access" * redrawn
             return disturbed.add_note(note)
         if domain == "blur":
             # Radius 0 changes nothing and needs no transform.

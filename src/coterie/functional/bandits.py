@@ -78,7 +78,7 @@ def tsallis_weights(
     Example:
         >>> weights, rest = tsallis_weights(np.array([0.0, 0.0]), 2, 1)
         >>> [round(float(w), 6) for w in (*weights, rest)]
-        [0.25, 0.25, 0.25, 0.25]
+        [0.25, 0.25, 0.25]
     """
     arms = len(losses) + others
     # Arms that were not played have sums of 0.

@@ -159,6 +159,9 @@ def test_a_setting_names_a_rule_or_has_it_in_a_table():
 
 
 def test_every_method_that_averages_takes_a_rule():
-    """All servers, and the peers whose exchange is one average; PANM averages over two exchanges."""
+    """All servers, and the peers whose exchange is one average; PANM averages over two exchanges.
+
+    PPDL's peers see sums of groups, and no single model that a rule could leave out.
+    """
     without = {kind for kind, made in METHODS.items() if not hasattr(made, "aggregation")}
-    assert without == {"local", "pooled", "panm-loss", "panm-grad"}
+    assert without == {"local", "pooled", "panm-loss", "panm-grad", "ppdl"}
