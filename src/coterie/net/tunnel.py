@@ -8,6 +8,7 @@ direct link, and what is between them sees how much travels, and when.
 """
 
 import asyncio
+import itertools
 import math
 import re
 import secrets
@@ -44,7 +45,8 @@ _NUMBER = re.compile(rb"[0-9a-f]{32}")
 _CHANGES, _WITHIN = 20, 200.0  # events about one stream, in so many seconds
 AWAY = grpc.StatusCode.NOT_FOUND
 """How a relay says that a member has no stream open there."""
-_BROKEN = (grpc.RpcError, grpc.aio.BaseError, OSError, TimeoutError)
+# The library says by an `InvalidStateError` that a call is over already.
+_BROKEN = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError, OSError, TimeoutError)
 
 
 class End(Protocol):
@@ -226,10 +228,7 @@ class Switchboard:
             await abort_missing(context, Missing("forbidden"))
         end = HandlerEnd(question.requests, context)
         waiting.set_result(end)
-        try:
-            await end.over.wait()
-        finally:
-            end.close()
+        await end.over.wait()
 
     async def call_up(self, member: str, wait: float = CONNECT) -> HandlerEnd | None:
         """Return the end of a new tunnel to a member; None when it does not call back.
@@ -242,17 +241,22 @@ class Switchboard:
         recent = time.monotonic() - self._ended[member] < _SETTLE
         if member not in self._streams and not (recent and wait):
             return None
+        end = None
         try:
             async with asyncio.timeout(min(wait, CONNECT) if wait else None), self._opened:
                 await self._opened.wait_for(lambda: member in self._streams)
             async with asyncio.timeout(CONNECT):
                 self._awaited[number] = member, waiting
                 self._streams[member].put_nowait(number.encode())
-                return await waiting
+                end = await waiting
+            return end
         except TimeoutError:
             return None
         finally:
             self._awaited.pop(number, None)
+            # It called back in the moment in which nobody waited any more.
+            if end is None and waiting.done() and not waiting.cancelled():
+                waiting.result().close()
 
     def close(self) -> None:
         """End all streams."""
@@ -316,6 +320,9 @@ class Tunnels:
             found = await self._open(peer)
             if isinstance(found, Missing):
                 return found
+            if self._closed:
+                found.close()
+                return Missing("closing")
             if (older := self._spare.pop(peer, None)) is not None:
                 older.close()
             self._spare[peer] = found
@@ -331,6 +338,9 @@ class Tunnels:
             raise OSError("this node leaves")
         if peer not in self._listeners:
             made = await asyncio.start_server(partial(self._carry, peer), "127.0.0.1", 0)
+            if self._closed:  # meanwhile
+                made.close()
+                raise OSError("this node leaves")
             if self._listeners.setdefault(peer, made) is not made:  # another task was faster
                 made.close()
         return self._listeners[peer].sockets[0].getsockname()[1]
@@ -360,17 +370,14 @@ class Tunnels:
             self._by_relay.discard(peer)
             self.away.discard(peer)
             return near
-        missing, away = (
-            Missing("unreachable", None, "it only dials out, and the roster names no relay"),
-            not relays,
-        )
+        missing = Missing("unreachable", None, "it only dials out, and the roster names no relay")
+        away = not relays
         # Another relay than the last time: where it was no good, none of the two needs to know.
         first = self._turn.get(peer, 0)
         order = [(first + step) % len(relays) for step in range(len(relays))]
         # All of them at once, and only then one that was just started, where the member may come.
-        quick = [(turn, 0.0) for turn in order if len(order) > 1]
-        tries = [*quick, *((turn, CONNECT) for turn in order)]
-        for turn, wait in tries:
+        waits = (0.0, CONNECT) if len(order) > 1 else (CONNECT,)
+        for wait, turn in itertools.product(waits, order):
             name, (_, channel) = relays[turn]
             self._turn[peer] = turn + 1
             found = await self._open_by(channel, peer, wait)
@@ -381,12 +388,18 @@ class Tunnels:
             missing = Missing(found.reason, None, f"by {name}: {found.text or found.reason}")
             away |= wait > 0 and found.text.startswith(AWAY.name)
         # A relay that is not there says nothing of the member.
-        (self.away.add if away else self.away.discard)(peer)
+        if away:
+            self.away.add(peer)
+        else:
+            self.away.discard(peer)
         return missing
 
     async def _open_by(self, channel: grpc.aio.Channel, peer: str, wait: float) -> End | Missing:
         """Open a tunnel by a relay, which waits so long for a member that has just lost its stream."""
-        call = self._call(channel, "Tunnel")
+        try:
+            call = self._call(channel, "Tunnel")
+        except grpc.aio.UsageError:  # a newer roster is without this relay: the channel is closed
+            return Missing("closing")
         try:
             async with asyncio.timeout(CONNECT + wait + 1.0):
                 await call.write(self._node.encode({"to": peer, "wait": wait}))
@@ -455,19 +468,26 @@ class Tunnels:
             return
         self._num_accepted += 1
         use(1)
-        call = self._call(channel, "Accept")
         try:
             with suppress(*_BROKEN):
                 near = SocketEnd(*await asyncio.open_connection("127.0.0.1", self.own_port))
                 try:
-                    await call.write(self._node.encode({"tunnel": number}))
-                    await splice(near, CallEnd(call))
+                    await self._call_back(channel, number, near)
                 finally:
                     near.close()
         finally:
-            call.cancel()
             use(-1)
             self._num_accepted -= 1
+
+    async def _call_back(self, channel: grpc.aio.Channel, number: str, near: End) -> None:
+        call = self._call(channel, "Accept")
+        try:
+            # A write on a connection that is closed before the call is under way never returns.
+            async with asyncio.timeout(CONNECT):
+                await call.write(self._node.encode({"tunnel": number}))
+            await splice(near, CallEnd(call))
+        finally:
+            call.cancel()
 
     # ------------------------------------------------------------------ the end
 

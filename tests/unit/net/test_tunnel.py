@@ -1,8 +1,9 @@
 """Tunnels: members that only dial out ask and are asked, by a member's own stream or by a relay."""
 
+import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -11,7 +12,9 @@ import torch
 from tests.outbound import ROW, Net, until
 
 from coterie.net import grpc_transport, tunnel
+from coterie.net.grpc_server import Question
 from coterie.net.outbox import Missing
+from coterie.net.tunnel import Switchboard
 from coterie.net.wire import Address
 
 pytestmark = pytest.mark.full
@@ -140,3 +143,90 @@ def test_a_member_that_a_new_roster_removes_or_names_as_reachable(tmp_path, port
     until(lambda: not relay.switchboard.attached)
     assert net.ask("n1", "n0") == b"n0 1"
     assert net.ask("n0", "n1") == b"n1 1", "by its own stream"
+
+
+# ---------------------------------------------------------------- what ends in the middle
+
+
+@pytest.mark.parametrize("steps", [0, 2, 6])
+def test_a_member_is_called_back_on_a_connection_that_is_closed_meanwhile(
+    steps, tmp_path, port, stack, monkeypatch
+):
+    """After so many steps of the loop. Its socket is closed, and it counts as none that is open."""
+    monkeypatch.setattr(tunnel, "CONNECT", 0.5)
+    net = Net(stack, tmp_path, 1, port=port, outbound=(0,), relays=1)
+    node, used, opened = net.nodes["n0"], list[int](), []
+    connect = asyncio.open_connection
+
+    async def open_connection(host, port):
+        opened.append(await connect(host, port))
+        return opened[-1]
+
+    monkeypatch.setattr(tunnel.asyncio, "open_connection", open_connection)
+
+    async def call_back() -> None:
+        relay = net.roster.relays[0]
+        channel = node.dial(relay, relay.host_and_port, 5.0)
+        calling = asyncio.create_task(node._tunnels._accept(channel, "0" * 32, used.append))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await channel.close()
+        async with asyncio.timeout(5.0):
+            await calling
+
+    node._run(call_back())
+    assert used == [1, -1]
+    assert node._tunnels._num_accepted == 0
+    assert [writer.is_closing() for _, writer in opened] == [True]
+
+
+def test_a_member_that_calls_back_when_nobody_waits_any_more_is_let_go():
+    """The asker goes in the step in which the call comes: the call ends, and holds no place."""
+
+    async def nothing() -> AsyncIterator[bytes]:
+        for part in ():
+            yield part
+
+    async def race() -> tuple[bool, bool]:
+        board = Switchboard(lambda event, **details: None)
+        stream = board._streams["n1"] = asyncio.Queue()
+        asking = asyncio.create_task(board.call_up("n1"))
+        question = Question("n1", {"tunnel": (await stream.get()).decode()}, nothing())
+        answering = asyncio.create_task(board.answer_accept(question, None))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking, answering], timeout=1.0)
+        return asking.cancelled(), answering.done()
+
+    assert asyncio.run(race()) == (True, True)
+
+
+def test_a_node_that_leaves_opens_no_door_and_keeps_no_tunnel(tmp_path, port, stack, monkeypatch):
+    net = Net(stack, tmp_path, 2, port=port, outbound=(1,), relays=1)
+    tunnels, closed = net.nodes["n0"]._tunnels, []
+    until(lambda: net.relays["r0"].switchboard.attached == {"n1"})
+
+    async def listen() -> None:
+        opening = asyncio.create_task(tunnels.listen_for("n1"))
+        preparing = asyncio.create_task(tunnels.prepare("n1"))
+        await asyncio.sleep(0)
+        tunnels.detach()
+        with pytest.raises(OSError, match="this node leaves"):
+            await opening
+        closed.append(await preparing)
+
+    net.nodes["n0"]._run(listen())
+    assert tunnels._listeners == {}
+    assert tunnels._spare == {}
+    assert [one.reason for one in closed] == ["closing"]
+
+
+def test_a_relay_that_a_newer_roster_leaves_out_is_no_way(tmp_path, port, stack):
+    """Its connection is closed while a tunnel is wanted there."""
+    net = Net(stack, tmp_path, 2, port=port, outbound=(1,), relays=1)
+    node = net.nodes["n0"]
+    _, channel = node._tunnels._relays["r0"]
+    node._run(channel.close())
+    found = node._run(node._tunnels._open("n1"))
+    assert isinstance(found, Missing)
+    assert found.reason == "closing"
