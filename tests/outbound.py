@@ -1,11 +1,13 @@
 """A network of members that only dial out, for the tests of tunnels and relays."""
 
+import asyncio
 import threading
 from contextlib import ExitStack
 
 import torch
 
 from coterie.net import local
+from coterie.net.grpc_server import GrpcServer
 from coterie.net.grpc_transport import GrpcTransport
 from coterie.net.local import make_signer
 from coterie.net.outbox import Missing
@@ -25,6 +27,12 @@ def until(condition, seconds: float = 20.0) -> None:
     raise AssertionError("it did not come to be")
 
 
+def settle(node: GrpcServer) -> None:
+    """Wait until a node or a relay has logged all that has happened: it logs in a thread of its own."""
+    node._run(asyncio.sleep(0))
+    node._logger.submit(lambda: None).result()
+
+
 class Net:
     """Members and relays with certificates, inside this program."""
 
@@ -39,6 +47,11 @@ class Net:
 
     def _log(self, name: str):
         return lambda event, **details: self.events.append((name, event, details))
+
+    def told(self, name: str, event: str) -> list[dict]:
+        """What a member or a relay has logged under one name of an event, until now."""
+        settle(self.nodes.get(name) or self.relays[name])
+        return [about for who, what, about in self.events if (who, what) == (name, event)]
 
     def start(self, name: str) -> GrpcTransport:
         made = GrpcTransport(self.roster, name, self.people[name], log=self._log(name))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from outlaw import ask, call, channel_to, frame, message, question, serve, wait_until
+from tests.outbound import settle
 
 from coterie.errors import TransportError
 from coterie.exchange.base import Message
@@ -406,6 +407,8 @@ def test_questions_that_cannot_be_read_are_refused_and_nothing_of_them_is_told(h
     honest.told.clear()
     found = ask(honest.people[2], honest.roster.members[0], "Message", body)
     assert (found.parts, found.code) == ([], "forbidden")
+    for transport in honest.transports:
+        settle(transport)
     assert "FORGED" not in json.dumps(honest.told)
     # A link between honest members may come or go at this moment, as it does on a busy machine.
     about = [event for event in honest.told if event["event"] not in ("peer_up", "peer_down")]

@@ -10,6 +10,7 @@ from dataclasses import replace
 import floods
 import grpc
 import pytest
+from tests.outbound import settle, until
 
 from coterie.errors import TransportError
 from coterie.net import grpc_server, grpc_transport, local
@@ -19,15 +20,6 @@ from coterie.net.outbox import Missing
 from coterie.net.payload import Refused
 from coterie.net.roster import Member, Roster
 from coterie.net.wire import Address, canonical_json, read_frame, write_frame
-
-
-def until(condition) -> None:
-    pause = threading.Event()
-    for _ in range(300):
-        if condition():
-            return
-        pause.wait(0.05)
-    raise AssertionError("it did not come to be")
 
 
 @pytest.fixture
@@ -110,7 +102,7 @@ def test_a_member_that_comes_and_goes_does_not_fill_the_log(plain):
     for _ in range(500):
         a._note_presence("n1", True)
         a._note_presence("n1", False)
-    a._logger.submit(lambda: None).result()
+    settle(a)
     assert len(told) == grpc_transport._CHANGES
 
 
@@ -168,6 +160,7 @@ def test_calls_of_one_member_beyond_the_bound_are_refused_and_told_once(plain):
         free.set()
         answered = [call for call in calls if not call.done()]
         assert [list(call) for call in answered] == [[b"here"]] * 32
+    settle(a)
     assert [event for event in told if event[0] == "turned_away"] == [
         ("turned_away", "too_many", "n1")
     ]
