@@ -24,7 +24,7 @@ from coterie.methods.base import Info, Method, Round, zip_tensors
 from coterie.rng import Rng
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
-from coterie.runtime.virtual_time import SECOND, Clock, Traffic
+from coterie.runtime.virtual_time import SECOND, Clock, RoundTraffic
 
 
 class Unprotected(UserWarning):
@@ -219,7 +219,7 @@ class TimeExtension(Extension):
         if "bytes" in info:
             sizes = info["bytes"].cpu().numpy()
         down, up = info.get(metrics.BYTES_DOWN.name), info.get(metrics.BYTES_UP.name)
-        traffic = Traffic(peers, sizes)
+        traffic = RoundTraffic(peers, sizes)
         if down is not None and up is not None:
             traffic = replace(
                 traffic, down=down.double().cpu().numpy(), up=up.double().cpu().numpy()

@@ -367,7 +367,7 @@ def _parse_kind(
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RoundTraffic:
     """What clients read and send in a round, a row for each.
 
     Args:
@@ -486,7 +486,7 @@ class Clock:
         round: int,
         begin: int,
         clients: Int[np.ndarray, " clients"],
-        traffic: "Traffic",
+        traffic: RoundTraffic,
         *,
         reads_first: bool,
     ) -> tuple[int, Int[np.ndarray, " clients"]]:
@@ -527,7 +527,7 @@ class Clock:
     def _wait_for_messages(
         self,
         clients: Int[np.ndarray, " clients"],
-        traffic: "Traffic",
+        traffic: RoundTraffic,
         published: Int[np.ndarray, " population"],
     ) -> Int[np.ndarray, " clients"]:
         """Return when the last message that each client reads has reached it."""

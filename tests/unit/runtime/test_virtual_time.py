@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from coterie.errors import ConfigError
 from coterie.rng import Rng
 from coterie.runtime import virtual_time
-from coterie.runtime.virtual_time import SECOND, Clock, Traffic, VirtualTime, _work_between_pauses
+from coterie.runtime.virtual_time import (
+    SECOND,
+    Clock,
+    RoundTraffic,
+    VirtualTime,
+    _work_between_pauses,
+)
 from coterie.runtime.virtual_time import Pause as PauseTable
 from coterie.testing.tiny import tiny_settings
 
@@ -103,7 +109,7 @@ def in_seconds(end, worked):
 def test_a_common_round_that_reads_first_waits_for_messages_and_then_for_the_slowest():
     """0 reads 1 (50 bytes: 0.1 + 0.5 s) and works until 2.6; 1 reads 2 (1 + 0.5) and works until 6.5."""
     clock = Clock(SLOW_LINKS, [1] * 3, seed=0)
-    traffic = Traffic(np.array([[1, -1], [2, -1], [-1, -1]]), np.full((3, 2), 50))
+    traffic = RoundTraffic(np.array([[1, -1], [2, -1], [-1, -1]]), np.full((3, 2), 50))
     found = clock.time_round(0, 3 * SECOND, np.arange(3), traffic, reads_first=True)
     assert in_seconds(*found) == (9.5, [2.0, 5.0, 1.0])
 
@@ -112,10 +118,10 @@ def test_a_common_round_that_trains_first_waits_for_the_slowest_that_somebody_re
     """1 is not there: it stopped, and its message left at the beginning. 0 reads it until 0.6 s and
     2 until 1 + 0.1 + 1 + 0.5; 2 reads 0 until 2 + 1.1 + 0.5."""
     clock = Clock(SLOW_LINKS, [1] * 3, seed=0)
-    traffic = Traffic(np.array([[1, 2], [0, -1]]), np.full((2, 2), 50))
+    traffic = RoundTraffic(np.array([[1, 2], [0, -1]]), np.full((2, 2), 50))
     found = clock.time_round(0, 0, np.array([0, 2]), traffic, reads_first=False)
     assert in_seconds(*found) == (3.6, [2.0, 1.0])
-    traffic = Traffic(np.array([[1, 2], [-1, -1]]), np.full((2, 2), 50))
+    traffic = RoundTraffic(np.array([[1, 2], [-1, -1]]), np.full((2, 2), 50))
     found = clock.time_round(0, 0, np.array([0, 2]), traffic, reads_first=False)
     assert in_seconds(*found) == (2.6, [2.0, 1.0])
 
@@ -125,7 +131,7 @@ def test_a_common_round_with_a_server_moves_models_down_and_up():
     time = {**SLOW_LINKS.__dict__, "pauses": [{"start": 4.0, "seconds": 10.0}]}
     clock = Clock(VirtualTime(**time), [1] * 3, seed=0)
     none = np.full((1, 0), -1)
-    traffic = Traffic(none, none, down=np.array([100.0]), up=np.array([200.0]))
+    traffic = RoundTraffic(none, none, down=np.array([100.0]), up=np.array([200.0]))
     assert in_seconds(*clock.time_round(0, 0, np.array([0]), traffic, reads_first=True)) == (
         5.2,
         [2.0],
