@@ -248,7 +248,7 @@ def run_relay(path: Path) -> None:
         if file.metrics_port:
             stack.callback(MetricsServer(file.metrics_port, relay.prometheus_samples).close)
         log("relay", roster=keeper.roster.version, members=len(keeper.roster.members))
-        told: int | None = None
+        warned: int | None = None
         while not stop.wait(_LOOK):
             before = keeper.roster
             if (newer := keeper.reload_file()) is not None:
@@ -257,7 +257,7 @@ def run_relay(path: Path) -> None:
                 log("roster", **describe_changes(before, newer))
                 relay.use_roster(newer)
             days, due = rosters.find_ends(keeper.roster, datetime.now(UTC))[own.name]
-            if due is not None and due != told:
+            if due is not None and due != warned:
                 log("certificate", level="warning", days=round(days, 1), text="it ends soon")
-                told = due
+                warned = due
     log("stopped")
