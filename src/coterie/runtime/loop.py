@@ -352,11 +352,7 @@ class Loop:
         if not whole:
             part = self.state.select_rows(rows)
         new, info = self._apply_method(rnd, part)
-        if part.moments is not None and new.moments is None:
-            raise ConfigError(
-                f"local.persistent_client_optimizer is true, and {self.method.kind} returned a "
-                "state without moments; train with rnd.train(state), and return what it returns"
-            )
+        self._require_moments(part, new)
         for extension in self.extensions:
             info = extension.finish_round(rnd, rows, info)
         if not whole:
@@ -364,6 +360,14 @@ class Loop:
         self.state = new
         self.record.add_edges(index, self.task.ids[rows], info)
         self._finish_round(index, rows, info)
+
+    def _require_moments(self, before: State, after: State) -> None:
+        """Refuse a state that lost the optimizers' moments, which last from round to round."""
+        if before.moments is not None and after.moments is None:
+            raise ConfigError(
+                f"local.persistent_client_optimizer is true, and {self.method.kind} returned a "
+                "state without moments; train with rnd.train(state), and return what it returns"
+            )
 
     def _choose_cohort(self, rng: Rng) -> Tensor:
         method, population = self.method, self.task.population

@@ -46,7 +46,7 @@ from coterie.runtime.virtual_time import SECOND, Clock, to_nanoseconds
 from coterie.simulation._boards import Boards
 from coterie.simulation._publishing import check_messages, make_published_messages
 
-_IDLE = -1
+IDLE = -1
 """The end of a round of a client that is in none."""
 _LONGEST = 10**9  # seconds in all, so that times stay below 2^63 nanoseconds
 
@@ -139,7 +139,7 @@ class AsynchronousLoop(Loop):
         number = len(task)
         # the models of rounds that have begun, before their training or after it
         self.flight = self.state
-        self.end = np.full(number, _IDLE, dtype=np.int64)
+        self.end = np.full(number, IDLE, dtype=np.int64)
         self.pause = np.zeros(number, dtype=np.int64)  # in the round that has begun
         self.number = np.zeros(number, dtype=np.int64)  # of that round, or of the next one
         self.trained = np.zeros(number, dtype=bool)  # whether its training is computed
@@ -214,11 +214,15 @@ class AsynchronousLoop(Loop):
 
     def _begin(self, client: int, time: int) -> int:
         """Begin a round of a client, and return when it ends."""
-        end, paused = self.clock.end_round(client, int(self.number[client]), time)
-        self.end[client], self.pause[client] = end, paused
+        end, self.pause[client] = self._time_round(client, time)
+        self.end[client] = end
         self.trained[client] = False
         heapq.heappush(self._queue, (end, client))
         return end
+
+    def _time_round(self, client: int, time: int) -> tuple[int, int]:
+        """Return when a client's next round ends that begins at a time, and how long it pauses."""
+        return self.clock.end_round(client, int(self.number[client]), time)
 
     def _collect_wave(self, begun: list[Reading], until: int) -> Wave:
         """Take what happens next out of the queue, up to the first training that is not computed.
@@ -228,7 +232,7 @@ class AsynchronousLoop(Loop):
             until: when it ends.
         """
         wave = Wave({}, set(), begun)
-        pending = self.end[(self.end != _IDLE) & ~self.trained]
+        pending = self.end[(self.end != IDLE) & ~self.trained]
         first_pending = int(pending.min(initial=np.iinfo(np.int64).max))
         for one in begun:
             first_pending = min(first_pending, self._begin(one.client, one.time))
@@ -240,7 +244,7 @@ class AsynchronousLoop(Loop):
             round = int(self.number[client])
             self.idle[client] += self.pause[client]
             self.number[client] += 1
-            self.end[client] = _IDLE
+            self.end[client] = IDLE
             if not goes_on:
                 wave.stopping.add(client)
                 # With `train_first` it publishes once more, after its last reading: later readings
@@ -396,35 +400,35 @@ class AsynchronousLoop(Loop):
         Returns:
             Whether there was one.
         """
-        pending = (self.end != _IDLE) & ~self.trained
+        pending = (self.end != IDLE) & ~self.trained
         if not (pending & (self.end <= until)).any():
             return False
         rows = torch.from_numpy(self._choose_trainings(pending).nonzero()[0])
 
-        def train(rows: Tensor, rounds: Sequence[int]) -> tuple[State, Info, Report]:
-            own = self.flight.select_rows(rows)
-            rnd = self._make_own_round(rows, rounds, self.boards, own.params)
-            # The rows are copies, which may be trained in place unless the method compares.
-            method, alone = self.peer_method, self.peer_method.can_train_in_place(own, self.flight)
-            new, info = check_returned_round(
-                method, "local_update", method.train_locally(rnd, own, alone), rnd.task
-            )
-            values = rnd.task.evaluator.evaluate_split(new.params, "validation")
-            return new, info, {name: value.cpu() for name, value in values.items()}
-
         rounds = self.number[rows.numpy()].tolist()
-        for group, (new, info, values) in self._act("train", rows, rounds, train):
-            if new.moments is None and self.flight.moments is not None:
-                raise ConfigError(
-                    f"local.persistent_client_optimizer is true, and {self.method.kind} returned a "
-                    "state without moments; train with rnd.train(state), and return what it returns"
-                )
+        for group, (new, info, values) in self._act("train", rows, rounds, self._train):
+            self._require_moments(self.flight, new)
             self.flight.assign_rows(group, new)
             self.trained[group.numpy()] = True
             self.train_reports |= note_reports(group, info)
-            self.judged |= note_reports(group, values)
-            self.stops[group.numpy()] = self._observe(group, None, values).stopped.numpy()
+            if values:
+                self.judged |= note_reports(group, values)
+                self.stops[group.numpy()] = self._observe(group, None, values).stopped.numpy()
         return True
+
+    def _train(
+        self, rows: Int[Tensor, " rows"], rounds: Sequence[int]
+    ) -> tuple[State, Info, Report]:
+        """Train clients; return also how each does on its validation data, {} where none is judged."""
+        own = self.flight.select_rows(rows)
+        rnd = self._make_own_round(rows, rounds, self.boards, own.params)
+        # The rows are copies, which may be trained in place unless the method compares.
+        method, alone = self.peer_method, self.peer_method.can_train_in_place(own, self.flight)
+        new, info = check_returned_round(
+            method, "local_update", method.train_locally(rnd, own, alone), rnd.task
+        )
+        values = rnd.task.evaluator.evaluate_split(new.params, "validation")
+        return new, info, {name: value.cpu() for name, value in values.items()}
 
     def _choose_trainings(self, pending: np.ndarray) -> np.ndarray:
         """Return which of the trainings that are not computed to compute now: the more, the faster.
@@ -577,7 +581,7 @@ class AsynchronousLoop(Loop):
             clients = tensors[f"{name}.clients"]
             found = _select_tensors(tensors, f"{name}.report.")
             setattr(self, name, note_reports(clients, found))
-        busy = (self.end != _IDLE).nonzero()[0].tolist()
+        busy = (self.end != IDLE).nonzero()[0].tolist()
         self._queue = [(int(self.end[client]), client) for client in busy]
         heapq.heapify(self._queue)
 

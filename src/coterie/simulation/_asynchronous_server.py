@@ -24,15 +24,33 @@ from coterie.methods.fedavg import OneModel
 from coterie.methods.server import ServerMethod, model_request
 from coterie.runtime.virtual_time import SECOND
 from coterie.simulation._asynchronous import (
+    IDLE,
     AsynchronousLoop,
+    Report,
     copy_state,
-    note_reports,
     take_reports,
 )
 from coterie.simulation._publishing import StandingExchange
 
 _STEPS = ("round", "reply", "publish", "send_models")
 """Steps of a round that this loop does in place of `ServerMethod.round`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    """What a client sent back.
+
+    Args:
+        client: its number.
+        trained: the model that it trained.
+        fetched: the model with which it began.
+        version: how many models the server had made by then.
+    """
+
+    client: int
+    trained: Float[Tensor, " params"]
+    fetched: Float[Tensor, " params"]
+    version: int
 
 
 class AsynchronousServerLoop(AsynchronousLoop):
@@ -70,9 +88,8 @@ class AsynchronousServerLoop(AsynchronousLoop):
         self._left_out = 0  # updates of this span that are not valid
         self.begun = np.zeros(len(self.task), dtype=np.int64)  # version with which each began
         self.begun_at = np.zeros(len(self.task), dtype=np.int64)  # and when
-        self.models: dict[int, Tensor] = {0: self._server_model}  # which somebody still needs
-        # of updates that are collected: the client, what it trained, and the version it began with
-        self.collected: list[tuple[int, Tensor, int]] = []
+        self.fetched = [self._server_model] * len(self.task)  # that model
+        self.collected: list[_Update] = []
 
     @property
     def _server_model(self) -> Float[Tensor, " params"]:
@@ -82,32 +99,37 @@ class AsynchronousServerLoop(AsynchronousLoop):
 
     def _start(self) -> None:
         self.state, self.flight = copy_state(self.state), copy_state(self.state)
-        self._down, self._up = self._count_bytes()
+        self._measure_messages()
         for client in range(len(self.task)):
             self._begin(client, 0)
 
-    def _count_bytes(self) -> tuple[int, int]:
-        """Return the bytes of a model that is fetched, and of what is sent."""
+    def _measure_messages(self) -> None:
+        """Note the bytes of a model that is fetched, and of what is sent, and how long both take."""
         one = torch.zeros(1, dtype=torch.int64)
         state = self.state.select_rows(one)
         rnd = self._make_own_round(one, [0], self.exchange, state.params)
         part, message = self.task.sharing, self.server_method.publish(rnd, state, {})
         offer = narrow_message(part, Message(self._server_model[None]))
         sent = (narrow_message(part, each) for each in (model_request(state), message))
-        return offer.row_bytes, sum(each.row_bytes for each in sent)
+        self._down = offer.row_bytes
+        self._up = sum(each.row_bytes for each in sent)
+        everybody = np.arange(len(self.task))
+        self._fetching, self._sending = (
+            self.clock.move_to_server(everybody, np.full(len(everybody), float(size)))
+            for size in (self._down, self._up)
+        )
 
     def _begin(self, client: int, time: int) -> int:
         """Let a client fetch the newest model, and return when its update is at the server."""
-        row = np.array([client])
-        down = int(self.clock.move_to_server(row, np.array([float(self._down)]))[0])
-        up = int(self.clock.move_to_server(row, np.array([float(self._up)]))[0])
-        end, paused = self.clock.end_round(client, int(self.number[client]), time + down)
-        self.end[client], self.pause[client] = end + up, paused + down + up
         self.begun[client], self.begun_at[client] = self.version, time
-        self.models[self.version] = self._server_model
-        self.trained[client] = False
-        heapq.heappush(self._queue, (end + up, client))
-        return end + up
+        self.fetched[client] = self._server_model
+        return super()._begin(client, time)
+
+    def _time_round(self, client: int, time: int) -> tuple[int, int]:
+        """Return when an update is at the server, and how long its client does not work for it."""
+        down, up = int(self._fetching[client]), int(self._sending[client])
+        end, paused = super()._time_round(client, time + down)
+        return end + up, paused + down + up
 
     def _run_round(self, index: int) -> None:
         """Let virtual time pass until the next record, and record what happened."""
@@ -123,40 +145,25 @@ class AsynchronousServerLoop(AsynchronousLoop):
             self._receive(arrived, time)
             for client in arrived:
                 self._begin(client, time)
-            needed = {self.version, *self.begun.tolist(), *(one[2] for one in self.collected)}
-            self.models = {v: model for v, model in self.models.items() if v in needed}
         self._record_span(index)
 
-    def _train_pending(self, until: int) -> bool:
-        """Compute all trainings that have begun, if one of them ends until some time."""
-        pending = (self.end >= 0) & ~self.trained
-        if not (pending & (self.end <= until)).any():
-            return False
-        rows = torch.from_numpy(self._choose_trainings(pending).nonzero()[0])
-        versions = sorted(set(self.begun[rows.numpy()].tolist()))
-        table = torch.stack([self.models[version] for version in versions])
-
-        def train(rows: Tensor, rounds: Sequence[int]) -> tuple[State, Info]:
-            own = self.state.select_rows(rows)
-            rnd = self._make_own_round(rows, rounds, self.exchange, own.params)
-            place = torch.from_numpy(np.searchsorted(versions, self.begun[rows.numpy()]))
-            reply = Reply(table, place[:, None]).to_inbox()
-            received = rnd.task.apply_buffer_policy(own.params, table[place])
-            own = dataclasses.replace(own, params=received)
-            return self.server_method.local_update(rnd, own, reply)
-
-        for group, (new, info) in self._act(
-            "train", rows, self.number[rows.numpy()].tolist(), train
-        ):
-            if new.moments is None and self.flight.moments is not None:
-                raise ConfigError(
-                    f"local.persistent_client_optimizer is true, and {self.method.kind} returned a "
-                    "state without moments; train with rnd.train(state), and return what it returns"
-                )
-            self.flight.assign_rows(group, new)
-            self.trained[group.numpy()] = True
-            self.train_reports |= note_reports(group, info)
-        return True
+    def _train(
+        self, rows: Int[Tensor, " rows"], rounds: Sequence[int]
+    ) -> tuple[State, Info, Report]:
+        """Train clients from the models that they fetched; no one of them is judged."""
+        own = self.state.select_rows(rows)
+        rnd = self._make_own_round(rows, rounds, self.exchange, own.params)
+        # Each model once, however many clients fetched it.
+        _, first, place = np.unique(
+            self.begun[rows.numpy()], return_index=True, return_inverse=True
+        )
+        table = torch.stack([self.fetched[client] for client in rows[first].tolist()])
+        chosen = torch.from_numpy(place)
+        reply = Reply(table, chosen[:, None]).to_inbox()
+        received = rnd.task.apply_buffer_policy(own.params, table[chosen])
+        own = dataclasses.replace(own, params=received)
+        new, info = self.server_method.local_update(rnd, own, reply)
+        return new, info, {}
 
     def _receive(self, arrived: Sequence[int], time: int) -> None:
         """Take in the updates of some clients, in the order of their numbers."""
@@ -165,14 +172,14 @@ class AsynchronousServerLoop(AsynchronousLoop):
         report = take_reports(self.train_reports, arrived)
         ages = []
         for client in arrived:
-            ages.append(self.version - int(self.begun[client]))
-            trained = self.state.params[client].clone()
-            self.collected.append((client, trained, int(self.begun[client])))
+            version, trained = int(self.begun[client]), self.state.params[client].clone()
+            ages.append(self.version - version)
+            self.collected.append(_Update(client, trained, self.fetched[client], version))
             if len(self.collected) >= self.rule.size:
                 self._aggregate()
         self.idle[rows.numpy()] += self.pause[rows.numpy()]
         self.number[rows.numpy()] += 1
-        self.end[rows.numpy()] = -1
+        self.end[rows.numpy()] = IDLE
         seconds = (time - self.begun_at[rows.numpy()]) / SECOND
         report |= {
             "ages": torch.tensor(ages)[:, None],
@@ -185,10 +192,10 @@ class AsynchronousServerLoop(AsynchronousLoop):
     def _aggregate(self) -> None:
         """Make a new model of the collected updates."""
         now, models = self._server_model, []
-        for _, trained, version in self.collected:
-            staleness = self.version - version
-            models.append(self.rule.place(now, self.models[version], trained, staleness))
-        rows = torch.tensor([client for client, _, _ in self.collected], dtype=torch.int64)
+        for one in self.collected:
+            staleness = self.version - one.version
+            models.append(self.rule.place(now, one.fetched, one.trained, staleness))
+        rows = torch.tensor([one.client for one in self.collected], dtype=torch.int64)
         message = Message(torch.stack(models), {"samples": self.task.num_samples[rows]})
         door = _ServerDoor(rows)
         rnd = dataclasses.replace(
@@ -231,16 +238,15 @@ class AsynchronousServerLoop(AsynchronousLoop):
         out["version"] = torch.tensor(self.version)
         out["begun"] = torch.from_numpy(self.begun.copy())
         out["begun_at"] = torch.from_numpy(self.begun_at.copy())
-        out["models.versions"] = torch.tensor(list(self.models))
-        out["models.params"] = torch.stack(list(self.models.values()))
-        clients, trained, versions = [], [self.state.params[:0]], []
-        for client, row, version in self.collected:
-            clients.append(client)
-            trained.append(row[None])
-            versions.append(version)
-        out["collected.clients"] = torch.tensor(clients, dtype=torch.int64)
+        models = dict(zip(self.begun.tolist(), self.fetched, strict=True))
+        models |= {one.version: one.fetched for one in self.collected}
+        out["models.versions"] = torch.tensor(list(models))
+        out["models.params"] = torch.stack(list(models.values()))
+        trained = [self.state.params[:0], *(one.trained[None] for one in self.collected)]
         out["collected.params"] = torch.cat(trained)
-        out["collected.versions"] = torch.tensor(versions, dtype=torch.int64)
+        for name in ("client", "version"):
+            numbers = [getattr(one, name) for one in self.collected]
+            out[f"collected.{name}s"] = torch.tensor(numbers, dtype=torch.int64)
         return out
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -248,20 +254,21 @@ class AsynchronousServerLoop(AsynchronousLoop):
         if not tensors:
             return
         self._restore_clients(tensors)
-        self._down, self._up = self._count_bytes()
+        self._measure_messages()
         self.version = int(tensors["version"])
         self.begun, self.begun_at = (tensors[name].numpy().copy() for name in ("begun", "begun_at"))
         device = self.state.params.device
         rows = tensors["models.params"].to(device)
-        self.models = dict(zip(tensors["models.versions"].tolist(), rows, strict=True))
-        self.collected = list(
-            zip(
-                tensors["collected.clients"].tolist(),
-                tensors["collected.params"].to(device),
-                tensors["collected.versions"].tolist(),
-                strict=True,
-            )
-        )
+        models = dict(zip(tensors["models.versions"].tolist(), rows, strict=True))
+        self.fetched = [models[version] for version in self.begun.tolist()]
+        self.collected = []
+        for client, trained, version in zip(
+            tensors["collected.clients"].tolist(),
+            tensors["collected.params"].to(device),
+            tensors["collected.versions"].tolist(),
+            strict=True,
+        ):
+            self.collected.append(_Update(client, trained, models[version], version))
 
 
 class _ServerDoor(StandingExchange):
