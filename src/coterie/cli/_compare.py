@@ -134,7 +134,8 @@ def compare_studies(
     shown: list[Any] = []
     notes: list[str] = []
     missing: list[str] = []
-    if (equal_bytes or at_bytes is not None) and (equal_time or at_seconds is not None):
+    by_bytes, by_time = equal_bytes or at_bytes is not None, equal_time or at_seconds is not None
+    if by_bytes and by_time:
         raise ConfigError("methods are ranked at equal bytes or at equal time; give one of them")
     if paper:
         for folder in folders:
@@ -146,11 +147,11 @@ def compare_studies(
     elif setting is not None:
         one = tabulate_setting(folders, setting, metric=metric, cluster=cluster)
         found, shown, missing = [one], [_tables.build_varied_table(one)], list(one.notes)
-    elif equal_bytes or equal_time or at_bytes is not None or at_seconds is not None:
+    elif by_bytes or by_time:
         unit: Unit = "bytes"
         # Megabytes of 1e6 bytes, as in all tables.
         budget = None if at_bytes is None else 1e6 * at_bytes
-        if equal_time or at_seconds is not None:
+        if by_time:
             unit, budget = "seconds", at_seconds
         for folder in folders:
             one = rank_at_equal_budget(folder, budget, unit, baseline=baseline)

@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import islice
 from typing import Any
 
 from coterie.functional.metrics import Metric
@@ -125,13 +125,8 @@ def compare_across(
 
 def correct_together(found: Sequence[CrossComparison]) -> list[CrossComparison]:
     """Correct for the pairs of all comparisons, which are read as one."""
-    counts = [len(one.pairs) for one in found]
-    corrected = pairs.correct_p_values([pair for one in found for pair in one.pairs])
-    ends = accumulate(counts)
-    out = []
-    for one, count, end in zip(found, counts, ends, strict=True):
-        out.append(replace(one, pairs=corrected[end - count : end]))
-    return out
+    corrected = iter(pairs.correct_p_values([pair for one in found for pair in one.pairs]))
+    return [replace(one, pairs=list(islice(corrected, len(one.pairs)))) for one in found]
 
 
 def _find_obstacle(names: tuple[str, str], groups: Sequence[Sequence[StoredRun]]) -> str:

@@ -218,10 +218,7 @@ def _pair_values(
     known = stored_runs.collect_metrics(runs)[metric]
     if len(values) < 2 or not known.sign:
         return []
-    everybody: dict[int, pd.Series] = {}
-    for run in runs:
-        clusters = run.client_clusters * 0 - 1
-        everybody[run.seed] = clusters.combine_first(everybody.get(run.seed, clusters))
+    everybody = summary.forget_clusters(summary.join_clusters(runs))
     overlap = stored_runs.compute_seed_overlap(runs[0])
     found = pairs.compare_pairs(values, everybody, known, {}, overlap)
     return pairs.select_pairs(found, metric=metric, baseline=baseline)

@@ -166,15 +166,9 @@ def compare_methods(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list
         return []
     known, main = collect_metrics(runs), main_metric(runs)
     overlap = compute_seed_overlap(runs[0])
-    planted: dict[int, pd.Series] = {}
-    for run in runs:
-        clusters = run.client_clusters
-        # Methods of one seed may have tables of different clients: join them.
-        if run.seed in planted:
-            clusters = clusters.combine_first(planted[run.seed])
-        planted[run.seed] = clusters
+    planted = join_clusters(runs)
     # Other metrics are compared over all clients alone: more pairs would weaken the correction.
-    unknown = {seed: clusters * 0 - 1 for seed, clusters in planted.items()}
+    unknown = forget_clusters(planted)
     out = []
     for metric in dict.fromkeys([main, *_list_result_metrics(runs)]):
         if known[metric].sign:
@@ -182,6 +176,23 @@ def compare_methods(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list
             values = _collect_values(runs, metric)
             out += pairs.compare_pairs(values, groups, known[metric], names, overlap)
     return out
+
+
+def join_clusters(runs: Sequence[StoredRun]) -> dict[int, pd.Series]:
+    """Return the planted cluster of each client, by seed."""
+    planted: dict[int, pd.Series] = {}
+    for run in runs:
+        clusters = run.client_clusters
+        # Methods of one seed may have tables of different clients: join them.
+        if run.seed in planted:
+            clusters = clusters.combine_first(planted[run.seed])
+        planted[run.seed] = clusters
+    return planted
+
+
+def forget_clusters(planted: Mapping[int, pd.Series]) -> dict[int, pd.Series]:
+    """Return the same clients in no cluster, so that methods are compared over all of them alone."""
+    return {seed: clusters * 0 - 1 for seed, clusters in planted.items()}
 
 
 def _collect_values(runs: Sequence[StoredRun], metric: str) -> dict[str, dict[int, pd.Series]]:
@@ -343,19 +354,16 @@ def compute_time_to_accuracy(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
     rows = []
     for (label, name, metric), entries in found.items():
         ratios, times, reasons = zip(*entries, strict=True)
-        reached = [time for time in times if math.isfinite(time)]
         mean, deviation = mean_std_over_seeds(np.array(ratios))
         row: dict[str, Any]
         row = {"label": label, "base": name, "metric": metric, "ratio": mean, "std": deviation}
-        row |= {"seeds": len(entries), "reached": len(reached)}
-        # Infinity: no seed got there.
-        row["tta"] = float(np.mean(reached)) if reached else math.inf
+        row |= {"seeds": len(entries), "reached": sum(map(math.isfinite, times))}
+        row["tta"] = _mean_reached(times)
         timed = in_seconds.get((label, name, metric), [])
         if len(timed) == len(entries):
             ratios, times, _ = zip(*timed, strict=True)
             row["seconds_ratio"] = float(np.mean(ratios))
-            reached = [time for time in times if math.isfinite(time)]
-            row["seconds"] = float(np.mean(reached)) if reached else math.inf
+            row["seconds"] = _mean_reached(times)
         row["reason"] = next(filter(None, reasons), "")
         rows.append(row)
     return rows
@@ -440,6 +448,12 @@ def describe_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
         f"end and trained {rounds} rounds{meanwhile}; "
         f"{known.heading('test')}: {', '.join(parts)}"
     ]
+
+
+def _mean_reached(times: Sequence[float]) -> float:
+    """Return the mean over the seeds in which a method got there; infinity where it never did."""
+    reached = [time for time in times if math.isfinite(time)]
+    return float(np.mean(reached)) if reached else math.inf
 
 
 def _put_on_time(

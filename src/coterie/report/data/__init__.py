@@ -78,8 +78,7 @@ def build_payload(
     called = [client_names.get(client) for client in range(population)]
     results = summarize_runs(runs, folder, problems)
     rankings = [rank_runs(runs, problems, folder, whole=results)]
-    timed = [run for run in runs if run.elapsed_seconds is not None]
-    if len(timed) == len(runs):
+    if all(run.elapsed_seconds is not None for run in runs):
         rankings.append(rank_runs(runs, problems, folder, unit="seconds", whole=results))
     # Without clusters a mean over clusters is the mean over clients.
     if not names:
