@@ -14,8 +14,8 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -289,6 +289,8 @@ class Tunnels:
         self._turn: dict[str, int] = {}
         self._dialed: dict[str, float] = {}
         self._changes: dict[str, RateLimit] = {}
+        # Held here, as asyncio holds tasks weakly: a tunnel whose task were lost would not be closed.
+        self._going: set[asyncio.Task[None]] = set()
         self._num_accepted, self._closed = 0, False
 
     async def use_roster(self, roster: Roster) -> None:
@@ -345,10 +347,26 @@ class Tunnels:
                 made.close()
         return self._listeners[peer].sockets[0].getsockname()[1]
 
+    @contextmanager
+    def _hold_task(self) -> Iterator[None]:
+        """Hold the task that runs a tunnel during the block, so that `close` can end it."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._going.add(task)
+        try:
+            yield
+        finally:
+            self._going.discard(task)
+
     async def _carry(
         self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         near, end = SocketEnd(reader, writer), self._spare.pop(peer, None)
+        with self._hold_task():
+            await self._connect(peer, near, end)
+
+    async def _connect(self, peer: str, near: End, end: End | Missing | None) -> None:
+        """Connect an end here with a tunnel to a member, until one of them ends."""
         try:
             if end is None:
                 # The library dials again at once where a connection came up and broke: a relay that
@@ -469,7 +487,7 @@ class Tunnels:
         self._num_accepted += 1
         use(1)
         try:
-            with suppress(*_BROKEN):
+            with self._hold_task(), suppress(*_BROKEN):
                 near = SocketEnd(*await asyncio.open_connection("127.0.0.1", self.own_port))
                 try:
                     await self._call_back(channel, number, near)
@@ -503,6 +521,10 @@ class Tunnels:
             spare.close()
 
     async def close(self) -> None:
-        """Close the connections to relays."""
+        """End the tunnels that are left, and close the connections to relays."""
+        left = list(self._going)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
         for _, channel in self._relays.values():
             await channel.close()

@@ -1,6 +1,7 @@
 """Tunnels: members that only dial out ask and are asked, by a member's own stream or by a relay."""
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -230,3 +231,18 @@ def test_a_relay_that_a_newer_roster_leaves_out_is_no_way(tmp_path, port, stack)
     found = node._run(node._tunnels._open("n1"))
     assert isinstance(found, Missing)
     assert found.reason == "closing"
+
+
+def test_a_node_that_leaves_ends_the_tunnels_that_are_left(tmp_path, port, stack):
+    """One still waits for a member that has no stream open; nobody else would end it then."""
+    net = Net(stack, tmp_path, 2, port=port, outbound=(0, 1), relays=1)
+    node = net.nodes["n0"]
+    net.nodes["n1"].close()
+    until(lambda: net.relays["r0"].switchboard.attached == {"n0"})
+    there = node._run(node._tunnels.listen_for("n1"))
+    with socket.create_connection(("127.0.0.1", there)) as waiting:
+        until(lambda: len(node._tunnels._going) == 1)
+        node.close()
+        waiting.settimeout(2.0)
+        assert waiting.recv(1) == b"", "closed, and long before the wait for the member is over"
+    assert node._tunnels._going == set()
