@@ -659,6 +659,8 @@ class Node:
         self.open_questions: dict[str, dict[Address, object]] = {}
         self.closing = False
         self.alive: set[str] = set()
+        self.seen: set[str] = set()  # those that were alive at some time
+        self.said: dict[str, int] = {}  # how often each said by itself whether it takes part
         self.left_out: set[str] = set()
         self.read_count = self.missed = 0
         # the last round in which it received a message, and when
@@ -705,11 +707,24 @@ class Node:
                 self.channels[member] = dial(self.roster.members[member], self.me, self.folder)
             return self.channels[member]
 
+    def note_presence(self, member: str, there: bool) -> None:
+        if there:
+            self.alive.add(member)
+            self.seen.add(member)
+        else:
+            self.alive.discard(member)
+
+    def present(self) -> list[str]:
+        """Those who are not known to be away: a member that was never seen may come at any moment."""
+        return [name for name in self.others() if name in self.alive or name not in self.seen]
+
     def say_presence(self, member: str, here: bool) -> None:
+        said = self.said.get(member)
         with suppress(grpc.RpcError, Refused, ErrorReply):
             (answer,) = self.ask(member, "Presence", {"here": here}, HEAD_WAIT)
             there = parse(answer, "presence").get("here")
-            (self.alive.add if there is True else self.alive.discard)(member)
+            if self.said.get(member) == said:  # otherwise it has said something newer by itself
+                self.note_presence(member, there is True)
 
     def say_to_all(self, here: bool) -> None:
         with ThreadPoolExecutor(max(1, len(self.others()))) as pool:
@@ -739,7 +754,8 @@ class Node:
         if question["run"] != self.run:
             raise ErrorReply("forbidden")
         if method == "Presence":
-            (self.alive.add if question["here"] else self.alive.discard)(asker)
+            self.said[asker] = self.said.get(asker, 0) + 1
+            self.note_presence(asker, question["here"])
             yield canonical({"here": self.announced and not self.closing})
         elif method == "Head":
             if not re.fullmatch("[A-Za-z0-9]{1,64}", question["nonce"]):
@@ -867,7 +883,7 @@ class Node:
                 with suppress(Refused, KeyError):
                     code = str(parse((error.details() or "").encode(), "error")["code"])
             elif code == "UNAVAILABLE":
-                self.alive.discard(member)
+                self.note_presence(member, False)
             raise ErrorReply(code) from None
         finally:
             call.cancel()
@@ -890,7 +906,7 @@ class Node:
         except Refused as error:
             tell("refused", peer=member, code=error.code, detail=str(error))
             raise
-        self.alive.add(member)
+        self.note_presence(member, True)
         self.read_count += 1
         self.last_read = (address.round, time.monotonic())
         return tensors
@@ -973,7 +989,6 @@ class Node:
             name for name, head in heads.items() if (head["study"], head["schema"]) != own
         }
         self.met = [name for name in heads if name not in self.left_out]
-        self.alive |= set(self.met)
         self.state = "running"
         tell("met", met=self.met, left_out=sorted(self.left_out))
         return any(
@@ -1051,9 +1066,10 @@ def dac(node: Node, data: Data, late: bool) -> Params:
                 "field.known": known,
             },
         )
-        present = [name for name in node.others() if name in node.alive]
         hosts = {
-            client: name for name in present for client in node.roster.members[name]["clients"]
+            client: name
+            for name in node.present()
+            for client in node.roster.members[name]["clients"]
         }
         count = min(num_peers, len(hosts))
         peers = np.random.default_rng().choice(sorted(hosts), count, replace=False).tolist()

@@ -13,6 +13,7 @@ import math
 import ssl
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -208,6 +209,7 @@ class GrpcTransport(GrpcServer):
         self.last_questions: dict[str, float] = {}
         self._alive: set[str] = set()
         self._known: set[str] = set()  # seen alive before, and not known to have left
+        self._said: Counter[str] = Counter()  # how often each said by itself whether it is here
         self._changes: dict[str, RateLimit] = {}
         self._links: dict[str, _Link] = {}
         self._away: dict[str, _Away] = {}
@@ -380,11 +382,14 @@ class GrpcTransport(GrpcServer):
         """Send a member whether this node takes part; its answer is whether that one does."""
         # One message and no stream, so that the answer is bounded.
         ask = link.channel.unary_unary(f"/{SERVICE}/Presence")
+        peer, before = link.member.name, self._said[link.member.name]
         with suppress(grpc.aio.AioRpcError, Refused):
             answer = await ask(self.encode({"here": here}), timeout=wait, metadata=self.metadata)
             there = parse_fields(answer, {"here": bool})["here"]
-            if not self._closed:
-                self._note_presence(link.member.name, there)
+            # What it said by itself meanwhile is newer than its answer, which may have been overtaken:
+            # it says only once that it is here, and would be taken for away from then on.
+            if not self._closed and self._said[peer] == before:
+                self._note_presence(peer, there)
 
     async def _close_unused_links(self) -> None:
         while True:
@@ -698,6 +703,7 @@ class GrpcTransport(GrpcServer):
 
     async def _answer_presence(self, question: Question, context: Any) -> None:
         here = question.fields["here"]
+        self._said[question.asker] += 1
         self._note_presence(question.asker, here, left=not here)
         await context.write(canonical_json({"here": self._announced and not self._closed}))
 

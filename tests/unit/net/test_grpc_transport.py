@@ -1,11 +1,14 @@
 """The transport over gRPC: who is dialed, who counts as there, what is refused at the door, and bounds."""
 
+import asyncio
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import floods
 import grpc
@@ -14,7 +17,7 @@ from tests.outbound import settle, until
 
 from coterie.errors import TransportError
 from coterie.net import grpc_server, grpc_transport, local
-from coterie.net.grpc_server import read_certificate
+from coterie.net.grpc_server import Question, read_certificate
 from coterie.net.grpc_transport import GrpcTransport, check_loopback, escape_text
 from coterie.net.outbox import Missing
 from coterie.net.payload import Refused
@@ -48,29 +51,38 @@ def test_a_link_that_is_not_used_is_closed_and_one_that_was_lost_is_dialed_until
 ):
     """n1 is here and not asked any more; n2 was here and is not, without a word; n9 never was."""
     a, b, c = plain
-    monkeypatch.setattr(grpc_transport, "_IDLE", 0.2)
-    a._run(_restart_sweeper(a))
-    for name in ("n1", "n2"):
-        a.ask_head(name, "1", 2.0)
     for one in (b, c):
         one.publish(Address(0, 0, 0), Missing("withheld", 0))
-    until(lambda: not a._links or {"n1", "n2"} <= a.alive_members())
+    for name in ("n1", "n2"):
+        a.ask_head(name, "1", 2.0)
+    until(lambda: {"n1", "n2"} <= a.alive_members())
+    monkeypatch.setattr(grpc_transport, "_IDLE", 0.2)
+    a._run(_restart_sweeper(a))
     until(lambda: not a._links)
     assert a.alive_members() <= {"n1", "n2"}, "a closed link says nothing of its member"
-    with a._lock:
-        a._known.add("n2")
-        a._alive.discard("n2")
+
+    monkeypatch.setattr(grpc_transport, "_IDLE", 60.0)
+    a._run(_restart_sweeper(a))
     a.ask_head("n2", "1", 2.0)
+    a._run(_stop_watching(a._links["n2"]))
     a._note_presence("n2", False)
-    link = a._links["n2"]
-    link.watch.get_loop().call_soon_threadsafe(link.watch.cancel)
+    monkeypatch.setattr(grpc_transport, "_IDLE", 0.2)
+    a._run(_restart_sweeper(a))
     threading.Event().wait(0.6)
     assert set(a._links) == {"n2"}
+    a._note_presence("n2", True)
+    until(lambda: not a._links)
+
+
+async def _stop_watching(link: grpc_transport._Link) -> None:
+    """Only the test says whether the member is there then."""
+    assert link.watch is not None
+    link.watch.cancel()
+    with suppress(asyncio.CancelledError):
+        await link.watch
 
 
 async def _restart_sweeper(node: GrpcTransport) -> None:
-    import asyncio
-
     node._sweeper.cancel()
     node._sweeper = asyncio.create_task(node._close_unused_links())
 
@@ -93,6 +105,42 @@ def test_a_member_that_leaves_says_so_and_one_that_comes_back_is_there_again(pla
         again.close()
     until(lambda: len(told) == 4)
     assert told == [("peer_up", "n1"), ("peer_down", "n1")] * 2
+
+
+class _Overtaken:
+    """A channel to n1, whose answer that it is not here comes after its own word that it is."""
+
+    def __init__(self, node: GrpcTransport) -> None:
+        self.node = node
+
+    def unary_unary(self, path: str) -> Callable[..., Coroutine[Any, Any, bytes]]:
+        return self.ask
+
+    async def ask(self, question: bytes, **_: Any) -> bytes:
+        await self.node._answer_presence(Question("n1", {"here": True}, no_requests()), self)
+        return canonical_json({"here": False})
+
+    async def write(self, answer: bytes) -> None:
+        pass
+
+
+async def no_requests() -> AsyncIterator[bytes]:
+    return
+    yield
+
+
+def test_what_a_member_says_by_itself_is_newer_than_an_answer_that_was_overtaken(
+    plain, monkeypatch
+):
+    """It says once that it is here; taken for away, it would never be asked again."""
+    a = plain[0]
+    a.ask_head("n1", "1", 2.0)
+    link = a._links["n1"]
+    a._run(_stop_watching(link))
+    with monkeypatch.context() as change:
+        change.setattr(link, "channel", _Overtaken(a))
+        a._run(a._exchange_presence(link, True))
+    assert a.alive_members() == {"n1"}
 
 
 def test_a_member_that_comes_and_goes_does_not_fill_the_log(plain):
