@@ -1,5 +1,8 @@
 """Which kernels products are computed by, what is stored, and views that take no copy: plans, of which nothing is compiled."""
 
+import math
+import re
+
 import pytest
 import torch
 
@@ -221,4 +224,40 @@ def test_views_take_no_statement():
     back = plan._op_flip(x, [-1])
     assert (back.memory.strides, back.memory.offset) == ((6, 3, -1), 2)
     assert plan._op_t(lying((4,))).shape == (4,)
+    assert texts(plan) == []
+
+
+# ---------------------------------------------------------------- expressions
+
+
+def computed(value: Value, **of: float) -> float:
+    """What an expression of one entry is, with numbers for its leaves, by Python."""
+    text = value.make([str(of[leaf.buffer]) for leaf in value.leaves])
+    text = re.sub(r"(\d)LL", r"\1", text.replace("std::", "math."))
+    return eval(text, {"math": math, "T": float, "int64_t": int})
+
+
+@pytest.mark.parametrize(
+    "exponent", [-3, -2, -1, -0.5, 0, 0.25, 0.5, 1, 1.5, 2, 2.5, 3, 4, True, False]
+)
+def test_a_power_is_that_of_its_exponent_and_slow_only_where_no_shorter_one_is_known(exponent):
+    plan = lowering()
+    plan._kinds = [ArrayKind((N, 3), T)]
+    found = plan._op_pow(lying((N, 3)), exponent)
+    for base in (0.3, 2.0, 7.5):
+        assert computed(found, b=base) == pytest.approx(base**exponent, rel=1e-12)
+    if exponent in (-2, -1, -0.5, 0.5, 1, 2, 3):
+        assert found.cost <= 3
+    else:
+        assert found.cost > 10
+    of_values = plan._op_pow(lying((N, 3), buffer="a"), lying((N, 3)))
+    assert computed(of_values, a=1.5, b=2.5) == pytest.approx(1.5**2.5, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["argmax", "argmin"])
+def test_the_place_of_the_largest_of_one_is_zero_and_a_whole_number(kind):
+    plan = lowering()
+    kept = plan._reduce(lying((N, 1, 3)), 1, True, kind)
+    assert (kept.shape, kept.dtype, computed(kept)) == ((N, 1, 3), torch.int64, 0)
+    assert plan._reduce(lying((N, 1, 3)), -2, False, kind).shape == (N, 3)
     assert texts(plan) == []

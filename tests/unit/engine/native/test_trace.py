@@ -319,6 +319,25 @@ def test_an_operation_that_is_not_known_is_made_of_simpler_ones():
     assert "silu" not in {one.name for one in in_place.nodes}
 
 
+def test_a_frozen_normalization_is_made_of_simple_operations_where_it_has_a_gradient():
+    """Its numbers are PyTorch's; without a gradient it stays one operation."""
+    x, mean, var, weight, bias = torch.rand(5, 4, 3, 3, dtype=torch.float64).unbind(0)[0:1] + tuple(
+        torch.rand(4, 3, dtype=torch.float64)
+    )
+    given = x[None].transpose(1, 3).contiguous(), mean, var, weight, bias
+    found = trace._normalize_batch(*given, False, 0.1, 1e-3)
+    expected = functional.batch_norm(*given, training=False, momentum=0.1, eps=1e-3)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    names = {
+        one.name
+        for one in recorded(lambda *parts: trace._normalize_batch(*parts, False), *given)[0].nodes
+    }
+    assert names
+    assert not {name for name in names if "batch_norm" in name}
+    with torch.no_grad():
+        assert trace._normalize_batch(*given, False) is NotImplemented
+
+
 def squared(outputs, targets):
     """The loss of each sample."""
     return ((outputs - targets) ** 2).sum(1)
