@@ -45,11 +45,12 @@ struct Free {
 };
 template <class U>
 using Owned = std::unique_ptr<U[], Free>;
+// Of a multiple of 64 bytes, the longest vector; zero, where it is not `written` before it is read.
 template <class U>
-static Owned<U> aligned(int64_t count) {
+static Owned<U> aligned(int64_t count, bool written = false) {
   const size_t bytes = (count * sizeof(U) + 127) / 64 * 64;
   void* p = aligned_alloc(64, bytes);
-  memset(p, 0, bytes);
+  if (!written) memset(p, 0, bytes);
   return Owned<U>((U*)p);
 }
 
@@ -246,7 +247,9 @@ extern "C" void train(const Training* job, int64_t first, int64_t last) {
   const auto arena = aligned<char>(job->memory.bytes);
   const auto x = aligned<T>(job->memory.samples * ENTRIES), losses = aligned<T>(job->memory.samples);
   const auto y = aligned<Target>(job->memory.samples * TARGETS);
-  const auto g = aligned<T>(PARAMS), moments = aligned<T>(3 * PARAMS);
+  // The moments are as large as three models, so zeros would take as long as a part of a step: each client begins with
+  // its own. The gradient of a parameter that no loss depends on is never written, and stays zero.
+  const auto g = aligned<T>(PARAMS), moments = aligned<T>(job->moments ? 0 : 3 * PARAMS, true);
   const T* inputs[INPUTS + 1];
   Batch batch{arena.get(), job->memory.at, x.get(), losses.get(), nullptr, y.get(), inputs, job->frozen};
   for (int64_t client = first; client < last; client++) train_one(*job, client, batch, g.get(), moments.get(), inputs);

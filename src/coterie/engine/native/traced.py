@@ -164,6 +164,7 @@ class _Function:
         self.lowering.values.update(zip(trace.inputs, values, strict=True))
         self.lowering.run()
         self.results = [ref and self.lowering.operand(ref) for ref in trace.outputs]
+        self._memory: dict[int, tuple[Tensor, int]] = {}
 
     def write_vector(self, name: str, result: Value | None) -> None:
         """Write one value a sample."""
@@ -270,11 +271,16 @@ class _Function:
         return body
 
     def memory(self, samples: int) -> tuple[Tensor, int]:
-        """Return each buffer's place in the arena for calls of so many samples, and its size."""
-        places, top = self.program.arena(samples)
-        return torch.tensor(
-            [places.get(name, 0) for name in self.program.buffers] or [0], dtype=torch.int64
-        ), top
+        """Return each buffer's place in the arena for calls of so many samples, and its size.
+
+        The function has to be complete: the places are planned once for each number of samples.
+        """
+        if samples not in self._memory:
+            # Every training asks for it: planning in each call takes time that small works notice.
+            places, top = self.program.arena(samples)
+            found = [places.get(name, 0) for name in self.program.buffers] or [0]
+            self._memory[samples] = torch.tensor(found, dtype=torch.int64), top
+        return self._memory[samples]
 
 
 def _is_there(value: Value, start: int) -> bool:
