@@ -17,6 +17,7 @@
     python benchmarks/network.py pace         one slow member of eight: what the others lose
     python benchmarks/network.py idle         processor time of a node that waits for 999 others
     python benchmarks/network.py meet         forty nodes: until each has met all others
+    python benchmarks/network.py inside       200 nodes in one program: a whole run, and its bytes
     python benchmarks/network.py efficiency   compared with the same bytes over TCP with mutual TLS
     python benchmarks/network.py bytes        bytes that the cost model predicts, and bytes counted
 
@@ -68,6 +69,7 @@ MEASUREMENTS = {
     "pace": network_pace.pace,
     "idle": network_idle.idle,
     "meet": network_idle.meet,
+    "inside": network_idle.inside,
     "efficiency": network_links.efficiency,
     "bytes": network_links.predicted_bytes,
 }

@@ -1,4 +1,4 @@
-"""What it costs to wait for the 999 other members of a large roster, and how soon 40 members meet."""
+"""What waiting for the 999 other members of a roster costs, how soon 40 members meet, and 200 in one program."""
 
 import threading
 import time
@@ -8,12 +8,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import netlab
+import torch
 
 from coterie.methods import METHODS
 from coterie.net import local
 from coterie.net.grpc_transport import GrpcTransport
 from coterie.net.log import Log
 from coterie.net.node import Node, Patience, RunSpec
+from coterie.net.post import Terms
+from coterie.net.transport import Hub, InProcess
+from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 
 MEMBERS, SECONDS, PORT = 1000, 120.0, 26000
@@ -85,3 +89,46 @@ def meet(emit: netlab.Emit, folder: Path, *, members: int = 40) -> None:
                 "meet": members, "seconds": round(time.monotonic() - wall, 2),
                 "processor_s": round(time.process_time() - cpu, 2), "least_met": min(met),
             })  # fmt: skip
+
+
+def inside(emit: netlab.Emit, folder: Path, *, members: int = 200) -> None:
+    """All nodes inside one program, without sockets: a whole run of DAC, and the same run in simulation."""
+    who, keys = local.make_members([[number] for number in range(members)])
+    plan = RunSpec(METHODS["dac"](), tiny_settings(), "linear", "linear", seed=0)
+    federation, hub = tiny_federation(members), Hub()
+    met: list[float] = []
+
+    def log(event: str, level: str, details: dict) -> None:
+        if event == "met":
+            met.append(time.monotonic())
+
+    # Two cores for all of them: nobody is slow because of itself.
+    terms, patience = Terms(deadline=600.0), Patience(start=600.0, ask=60.0, linger=600.0)
+    with ExitStack() as stack:
+        nodes, began = [], time.monotonic()
+        for number, member in enumerate(who.members):
+            transport = stack.enter_context(InProcess(hub, member.name))
+            node = Node(
+                plan, federation.host([number]), who, transport, local.make_signer(keys[number]),
+                folder / member.name, terms=terms, patience=patience,
+                log=Log(member.name, also=log, level="error"),
+            )  # fmt: skip
+            stack.callback(node.close)
+            nodes.append(node)
+        built = time.monotonic()
+        with ThreadPoolExecutor(members) as pool:
+            for run in [pool.submit(node.run) for node in nodes]:
+                run.result()
+        ended = time.monotonic()
+        expected = simulate(
+            federation, plan.method, model=plan.model, settings=plan.settings, seed=plan.seed
+        )
+        equal = sum(
+            torch.equal(node.loop.tracker.best[0], expected.params[number])
+            for number, node in enumerate(nodes)
+        )
+        emit({
+            "inside": members, "rounds": plan.settings.rounds, "build_s": round(built - began, 1),
+            "meet_s": round(max(met) - built, 1), "run_s": round(ended - max(met), 1),
+            "equal": equal, "threads": threading.active_count(),
+        })  # fmt: skip

@@ -245,6 +245,16 @@ def met(found: Results) -> str:
     )
 
 
+def inside(found: Results) -> str:
+    """Return the part on many nodes in one program."""
+    (one,) = found
+    return (
+        f"{one['inside']} nodes of a client each run DAC inside one program, without sockets: they are made in "
+        f"{one['build_s']:.0f} s, have met {one['meet_s']:.0f} s later, and have done the warm-up and {one['rounds']} "
+        f"rounds after {one['run_s']:.0f} s more. The models of {one['equal']} are those of the simulation to the byte."
+    )
+
+
 def hour(found: Results) -> str:
     """Return the part on nodes that run for a given time."""
     rows = [
@@ -411,6 +421,7 @@ SECTIONS = (
     ("One slow member", "network/pace", paced),
     ("Waiting for many", "network/idle", waited),
     ("Meeting", "network/meet", met),
+    ("Many nodes in one program", "network/inside", inside),
     ("A slow link", "network/slow", slow),
     ("Damaged messages", "network/fuzz", fuzz),
     ("Attacks by a member", "network/members", attacked),

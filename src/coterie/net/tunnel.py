@@ -515,13 +515,17 @@ class Tunnels:
         self.switchboard.close()
         for task in self._streams.values():
             task.cancel()
-        for listener in self._listeners.values():
-            listener.close()
         for spare in self._spare.values():
             spare.close()
 
     async def close(self) -> None:
-        """End the tunnels that are left, and close the connections to relays."""
+        """End the tunnels that are left, and close the connections to relays and the doors.
+
+        The links that go by tunnels have to be closed: asyncio forgets, and does not close, a
+        connection that comes while its door closes.
+        """
+        for listener in self._listeners.values():
+            listener.close()
         left = list(self._going)
         for task in left:
             task.cancel()
