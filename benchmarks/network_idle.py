@@ -103,7 +103,7 @@ def inside(emit: netlab.Emit, folder: Path, *, members: int = 200) -> None:
             met.append(time.monotonic())
 
     # Two cores for all of them: nobody is slow because of itself.
-    terms, patience = Terms(deadline=600.0), Patience(start=600.0, ask=60.0, linger=600.0)
+    terms, patience = Terms(deadline=600.0, slow=0.0), Patience(start=600.0, ask=60.0, linger=600.0)
     with ExitStack() as stack:
         nodes, began = [], time.monotonic()
         for number, member in enumerate(who.members):
