@@ -14,7 +14,8 @@ from coterie.models.given import copy_deeply
 from coterie.models.outputs import OutputConversion
 from coterie.rng import Rng
 from coterie.runtime.models import Models, Which
-from coterie.runtime.translation import LIMITS, UNITS, find_gaps, shake_module
+from coterie.runtime.rounding import LIMITS, UNITS, Rounding
+from coterie.runtime.translation import find_gaps, shake_module
 
 _PURPOSE = "export"
 _DRAWN = 3  # samples: another number than the two that an exporter sees
@@ -77,8 +78,10 @@ def check_exported(
         blank.load_state_dict(found, strict=False)
         outputs = run(blank)
     kind = expected.dtype if expected.dtype in LIMITS else "bf16"
-    moved = {"outputs": run(shake_module(copy_deeply(module), UNITS[kind], 0))}
-    gaps = find_gaps({"outputs": outputs}, {"outputs": expected}, LIMITS[kind], moved, {})
+    wanted = {"outputs": expected}
+    rounding = Rounding()
+    rounding.add([wanted], [{"outputs": run(shake_module(copy_deeply(module), UNITS[kind], 0))}])
+    gaps = find_gaps({"outputs": outputs}, wanted, LIMITS[kind], rounding, {})
     if gaps:
         raise TranslationError(
             f"the exported file is another model than that of {models.client_name(client)}, "

@@ -112,6 +112,11 @@ class PlainModule:
         """Return targets as the loss takes them."""
         return cast_targets(self.loss, y, self.dtype).to(self.device)
 
+    def cast(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets in the type of the module; whole numbers stay."""
+        x, y = (one.to(self.dtype) if one.is_floating_point() else one for one in (x, y))
+        return x, y
+
     def _takes_whole_numbers(self, federation: Federation) -> bool:
         """Return whether the module takes whole numbers as they are, as an embedding does."""
         x = read_inputs(federation.x[0, :2])

@@ -17,7 +17,8 @@ from coterie.runtime._plain import PlainModule
 from coterie.runtime.final_metrics import select_final_tests
 from coterie.runtime.loop import Loop
 from coterie.runtime.models import Models
-from coterie.runtime.translation import LIMITS, UNITS, shake_module
+from coterie.runtime.rounding import LIMITS, UNITS
+from coterie.runtime.translation import shake_module
 
 _ENTRIES = 1 << 24  # at most so many numbers of inputs are evaluated, beyond the first test set
 _TRIALS = 3

@@ -16,7 +16,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,16 +41,22 @@ from coterie.runtime._given_data import compare_data, strip_federation, take_sam
 from coterie.runtime._plain import PURPOSE, PlainModule, PlainOptimizer, Values, prepare_inputs
 from coterie.runtime._random_layers import compare_draws, compare_random_loss, require_repeatable
 from coterie.runtime._trained import ADVICE, MANY_PARAMS, TrainedSide
+from coterie.runtime.rounding import (
+    LIMITS,
+    UNITS,
+    OtherForms,
+    Rounding,
+    find_distance,
+    find_largest,
+    find_scales,
+)
 
 _SAMPLES = 16  # of each client: half a usual batch, so that all comes to about two steps of one
+# How far weights are moved to where modules are compared, the next where the one before differs:
+# twice, since a gate may stand at its edge there too.
+_PLACES = (0.0, 1e-3, 1e-3)
+_UNCLEAR = 0.1  # share of a quantity's scale from which a difference that rounding explains is said
 _SLOW_STEP = 0.05  # seconds of a plain step from which samples, draws and steps are fewer
-# What rounding leaves of a quantity, as a share of its scale. Products of a few thousand terms lose
-# about a hundred units of the last place (2^-23 of float32); float64 has six digits to spare, since
-# an operation that is left out, or another constant, is never as small as 1e-10. Products in
-# bfloat16 and TF32 have 8 and 11 digits of the base 2.
-LIMITS = {torch.float32: 1e-5, torch.float64: 1e-10, "bf16": 5e-2, "tf32": 5e-3}
-# Weights are moved by about two units of the last place of products to see what rounding does.
-UNITS = {torch.float32: 2.0**-22, torch.float64: 2.0**-51, "bf16": 2.0**-8, "tf32": 2.0**-10}
 
 
 @dataclass(frozen=True)
@@ -174,16 +180,11 @@ def _step_seconds(plain: PlainModule, sample: Federation) -> float:
 # ---------------------------------------------------------------- comparisons
 
 
-def _find_largest(values: Tensor) -> float:
-    """Return the largest absolute value; NaN where one is, and 0.0 of no values."""
-    return float(values.detach().abs().max()) if values.numel() else 0.0
-
-
 def _compare_inputs(ours: TrainedSide, sample: Federation) -> float:
     """Compare prepared inputs with what plain operations make."""
     found = ours.inputs().cpu()
     expected = torch.stack([prepare_inputs(sample, x, found.dtype) for x in read_inputs(sample.x)])
-    gap, scale = _find_largest(found - expected), _find_largest(expected)
+    gap, scale = find_largest(found - expected), find_largest(expected)
     # `not <=` also catches NaN; 1e-30 keeps 0 of 0 from being one.
     if not gap <= LIMITS[found.dtype] * max(scale, 1e-30):
         raise TranslationError(f"inputs differ by {gap:.3g} of {scale:.3g} from the data's own")
@@ -220,45 +221,37 @@ class _Gap:
 
 
 def find_gaps(
-    ours: Values, plain: Values, limit: float, moved: Values | None, compared: dict[str, float]
+    ours: Values, plain: Values, limit: float, rounding: Rounding | None, compared: dict[str, float]
 ) -> list[_Gap]:
     """Return the quantities that differ by more than rounding.
-
-    The scale of a gradient is at least a tenth of the largest one's: where a normalization follows,
-    that of a bias is 0, and only rounding is left of it.
 
     Args:
         ours: what will train.
         plain: what the module computes.
         limit: share of the scale that rounding explains.
-        moved: `plain` at weights that were moved by a unit of the last place: rounding may move
-            results by eight times as much.
+        rounding: what it explains beyond that share.
         compared: receives the largest difference of each kind, as a share of the scale.
     """
     gaps = list[_Gap]()
-    slopes = [_find_largest(v) for n, v in plain.items() if n.startswith("gradient")]
+    scales = find_scales(plain)
     for name, expected in plain.items():
         if name not in ours:
             text = "it changes in a step, and no row holds it"
             gaps.append(_Gap(name, torch.inf, 0.0, 0.0, text))
             continue
-        expected, found = expected.detach().cpu().double(), ours[name].detach().cpu().double()
+        found = ours[name]
         if found.shape != expected.shape:
             shapes = f"its shape is {tuple(found.shape)}, expected {tuple(expected.shape)}"
             gaps.append(_Gap(name, torch.inf, 0.0, 0.0, shapes))
             continue
-        scale = _find_largest(expected)
-        size = _find_largest((found - expected).nan_to_num(nan=torch.inf))
-        floor = 0.1 * max(slopes, default=0.0) if name.startswith("gradient") else 0.0
-        allowed = limit * max(scale, floor, 1e-30)
-        if "loss" in name or "score" in name:  # means: their terms may be larger than they are
-            allowed = limit * max(scale, 1.0)
-        if moved is not None:
-            allowed += 8 * _find_largest(moved[name].cpu().double() - expected)
+        size = find_distance(found, expected)
+        allowed = limit * scales[name]
+        if rounding is not None:
+            allowed += rounding.explain(name)
         if not size <= allowed:  # NaN is a gap, too
-            gaps.append(_Gap(name, size, scale, allowed))
+            gaps.append(_Gap(name, size, find_largest(expected), allowed))
         kind = _kind(name)
-        compared[kind] = max(compared.get(kind, 0.0), size / max(scale, floor, 1e-30))
+        compared[kind] = max(compared.get(kind, 0.0), size / scales[name])
     return gaps
 
 
@@ -277,7 +270,7 @@ def _compare_weights(
     for name, given in named.items():
         if name not in ours:
             raise TranslationError(f"{name!r} of the module is not among what trains")
-        size, scale = _find_largest(ours[name].to(given) - given), _find_largest(given)
+        size, scale = find_largest(ours[name].to(given) - given), find_largest(given)
         if not math.isfinite(scale):
             raise TranslationError(
                 f"weights: {name!r} of the module has NaN or infinity before the first round"
@@ -314,6 +307,9 @@ class _Comparison:
     unit: float
     stream: np.random.Generator
     compared: dict[str, float]
+    lines: list[str]
+    forms: OtherForms
+    rounding: Rounding = field(default_factory=Rounding)
 
     def shake(self, rows: Tensor, size: float) -> Tensor:
         """Return models whose trained parameters are moved by a share of each, at random."""
@@ -324,16 +320,40 @@ class _Comparison:
         out[:, trained] += size * out[:, trained] * noise.to(out)
         return out
 
-    def run_plain(self, rows: Tensor, *, training: bool, private: bool = False) -> list[Values]:
-        """Return what the module computes at each of some rows; no buffers, where it is private."""
-        found, layout = [], self.ours.task.layout
+    def run_plain(
+        self,
+        rows: Tensor,
+        *,
+        training: bool,
+        private: bool = False,
+        form: PlainModule | None = None,
+    ) -> list[Values]:
+        """Return what the module computes at each of some rows; no buffers, where it is private.
+
+        Args:
+            rows: the models.
+            training: in a step, or in evaluation.
+            private: whether a private step is compared with it.
+            form: of the module, such as that of float64.
+        """
+        found, layout, plain = [], self.ours.task.layout, form or self.plain
         for row, x, y in zip(rows, self.ours.inputs(), self.ours.targets(), strict=True):
-            self.plain.load(layout, row)
-            run = self.plain.train if training else self.plain.evaluate
-            values = run(self.ours.federation, x, y)
+            plain.load(layout, row)
+            run = plain.train if training else plain.evaluate
+            values = run(self.ours.federation, *plain.cast(x, y))
             left_out = "buffer" if private else "none"
             found.append({k: v for k, v in values.items() if not k.startswith(left_out)})
         return found
+
+    def measure_rounding(self, at: Tensor, plain: Sequence[Values], *, training: bool) -> None:
+        """Add how far the module is from itself at some weights, where it computes `plain`."""
+        moved = self.run_plain(self.shake(at, self.unit), training=training)
+        self.rounding.add(plain, moved)
+
+        def run(form: PlainModule) -> list[Values]:
+            return self.run_plain(at, training=training, form=form)
+
+        self.forms.measure(self.rounding, plain, run, self.limit)
 
     def compare(
         self,
@@ -346,24 +366,25 @@ class _Comparison:
         """Compare at some weights, and where it differs, at others near them.
 
         Rounding opens or shuts a gate (a ReLU, a maximum) that stands at its edge, and a gradient
-        jumps. At weights a thousandth away none may stand there, and a fault still shows.
+        jumps. At weights a thousandth away none may stand there, and a fault still shows. What is
+        rounding is measured where something differs by more than it usually explains.
         """
         first: _Gap | None = None
-        # Twice, since a gate may stand at its edge there too.
-        for size in (0.0, 1e-3, 1e-3):
+        for size in _PLACES:
             at = self.shake(rows, size) if size else rows
             seen: dict[str, float] = {}
             plain = self.run_plain(at, training=training, private=private)
             pairs = list(zip(own(at), plain, strict=True))
             gaps = [gap for a, b in pairs for gap in find_gaps(a, b, self.limit, None, seen)]
             if gaps:
-                moved = self.run_plain(self.shake(at, self.unit), training=training)
+                self.measure_rounding(at, plain, training=training)
                 gaps = []
-                for (a, b), c in zip(pairs, moved, strict=True):
-                    gaps += find_gaps(a, b, self.limit, c, seen)
+                for a, b in pairs:
+                    gaps += find_gaps(a, b, self.limit, self.rounding, seen)
             if not gaps:
                 for kind, size in seen.items():
                     self.compared[kind] = max(self.compared.get(kind, 0.0), size)
+                self.name_unclear(plain)
                 return
             if private:
                 self.require_single_samples(at, pairs, gaps[0])
@@ -371,6 +392,22 @@ class _Comparison:
             first = first or max(gaps, key=lambda one: ("outputs" in one.name, one.relative))
         where = self.find_layer(rows[0], training)
         raise TranslationError(f"{first}; engine {self.ours.task.engine.name}{where}: {ADVICE}")
+
+    def name_unclear(self, plain: Sequence[Values]) -> None:
+        """Say which quantity rounding decides so much that a fault could hide in it."""
+        if not self.rounding.sizes:
+            return
+        shares = {
+            name: self.rounding.explain(name) / scale
+            for values in plain
+            for name, scale in find_scales(values).items()
+        }
+        name = max(shares, key=lambda one: shares[one])
+        if shares[name] > _UNCLEAR:
+            self.lines.append(
+                f"rounding moves the {name} so much (an input that hardly varies, or has more digits "
+                f"than its type) that a fault up to {shares[name]:.0%} of its scale is not seen in it"
+            )
 
     def require_single_samples(
         self, rows: Tensor, pairs: Sequence[tuple[Values, Values]], gap: _Gap
@@ -492,47 +529,100 @@ class _Comparison:
         return after
 
     def compare_steps(self, rows: Tensor, local: LocalTraining, steps: int) -> None:
-        """Compare steps of the engine's optimizer with torch.optim's, on the engine's gradients."""
-        layout = self.ours.task.layout
+        """Compare steps of the engine's optimizer with torch.optim's, on the engine's gradients.
+
+        Each gradient is taken where the engine stands, so that the rounding of a step before is in
+        both.
+        """
         # Steps are proportional to the rate; one that is too large for numbers proves nothing.
         local = replace(local, dp=None, lr=min(local.lr, 1.0))
+        first: TranslationError | None = None
+        for size in _PLACES:
+            try:
+                self._compare_steps_from(self.shake(rows, size) if size else rows, local, steps)
+                return
+            except TranslationError as error:
+                first = first or error
+        assert first is not None
+        raise first
+
+    def _compare_steps_from(self, rows: Tensor, local: LocalTraining, steps: int) -> None:
+        layout = self.ours.task.layout
+        optimizers: list[PlainOptimizer] = []
+        # In which entries the gradients are no rounding: Adam makes steps of equal size of these.
+        clear = torch.ones_like(rows[:, : layout.trainable], dtype=torch.bool)
+        at = rows
+        for number in range(1, steps + 1):
+            expected, slopes = self._step_plain(at, optimizers, local)
+            clear &= slopes > min(1e4 * self.unit, 0.5) * slopes.amax(1, keepdim=True)
+            after, _, _ = self.ours.step(rows, local, number)
+            gap = ((after[:, : layout.trainable] - expected) * clear).abs()
+            gap = gap.nan_to_num(nan=torch.inf)
+            scale = find_distance(expected, at[:, : layout.trainable])
+            # What is compared are differences of weights, which round as the weights do.
+            limit = max(1e-3, self.limit) * scale + 4 * torch.finfo(at.dtype).eps * find_largest(at)
+            allowed = torch.full_like(gap, limit)
+            if number > 1 and not bool((gap <= limit).all()):
+                self.measure_rounding(at, self.run_plain(at, training=True), training=True)
+                allowed += scale * self._list_explained(slopes)
+            if not bool((gap <= allowed).all()):
+                place = int((gap - allowed).amax(0).argmax())
+                name = next(slot.name for slot in layout.slots if slot.start <= place < slot.stop)
+                raise TranslationError(
+                    f"step {number} of the optimizer {local.optimizer}: {name!r} differs by "
+                    f"{float(gap[:, place].max()):.3g} from torch.optim's, whose largest change is "
+                    f"{scale:.3g} (rounding explains {float(allowed[:, place].max()):.2g}); engine "
+                    f"{self.ours.task.engine.name}: {ADVICE}"
+                )
+            share = find_largest(gap) / max(scale, 1e-30)
+            self.compared["optimizer"] = max(self.compared.get("optimizer", 0.0), share)
+            at = after
+
+    def _list_explained(self, slopes: Tensor) -> Tensor:
+        """Return the share of a step of each trained parameter that rounding of its gradient is.
+
+        The engine's first step has the very gradient; its next ones take the samples, and add, in
+        another order.
+        """
+        shares = torch.zeros_like(slopes)
+        for slot in self.ours.task.layout.slots:
+            if slot.stop <= shares.shape[1]:
+                part = slice(slot.start, slot.stop)
+                size = self.rounding.explain(f"gradient of {slot.name}")
+                shares[:, part] = size / slopes[:, part].clamp(min=1e-30)
+        return shares
+
+    def _step_plain(
+        self, at: Tensor, optimizers: list[PlainOptimizer], local: LocalTraining
+    ) -> tuple[Tensor, Tensor]:
+        """Take a step of torch.optim from some weights, along the engine's gradients there.
+
+        Args:
+            at: the models.
+            optimizers: of each client; made in the first step, and kept.
+            local: the optimizer.
+
+        Returns:
+            The trained parameters afterwards, and the size of each entry of the gradients.
+        """
+        layout = self.ours.task.layout
         slots = [slot for slot in layout.slots if slot.stop <= layout.trainable]
-        kept = [slot for slot in layout.slots if slot.start >= layout.trainable]
-        after, _, _ = self.ours.step(rows, local, steps)
-        at, clear = rows.clone(), torch.ones_like(rows[:, : layout.trainable], dtype=torch.bool)
-        views = [[row[s.start : s.stop].view(s.shape) for s in slots] for row in at]
-        optimizers = [PlainOptimizer(local, tensors) for tensors in views]
-        # Adam makes steps of equal size of gradients that are rounding alone: these are left out.
-        least = min(1e4 * self.unit, 0.5)
-        for _ in range(steps):
-            for number, values in enumerate(self.ours.train(at)):
-                for slot in kept:  # the next step starts from the buffers that this one left
-                    at[number, slot.start : slot.stop] = values[f"buffer {slot.name}"].flatten()
-                slopes = [values[f"gradient of {slot.name}"] for slot in slots]
-                flat = torch.cat([slope.flatten() for slope in slopes]).abs()
-                clear[number] &= flat > least * flat.max()
-                optimizers[number].step(slopes)
-                for view, one in zip(views[number], optimizers[number].tensors, strict=True):
-                    view.copy_(one.detach())
-        expected = (at - rows)[:, : layout.trainable]
-        gap = ((after - at)[:, : layout.trainable] * clear).abs()
-        scale = float(expected.abs().max())
-        # What is compared are differences of weights, which round as the weights do.
-        limit = max(1e-3, self.limit) * scale + 4 * torch.finfo(rows.dtype).eps * float(
-            rows.abs().max()
-        )
-        size = float(gap.nan_to_num(nan=torch.inf).max())
-        if not size <= limit:
-            place = int(gap.amax(0).argmax())
-            name = next(slot.name for slot in slots if slot.start <= place < slot.stop)
-            raise TranslationError(
-                f"{steps} step{'s' * (steps > 1)} of the optimizer {local.optimizer}: {name!r} "
-                "differs by "
-                f"{size:.3g} from torch.optim's, whose largest step is {scale:.3g} (rounding "
-                "explains "
-                f"{limit:.2g}); engine {self.ours.task.engine.name}: {ADVICE}"
-            )
-        self.compared["optimizer"] = size / max(scale, 1e-30)
+        after = at[:, : layout.trainable].clone()
+        sizes = torch.zeros_like(after)
+        for row, values in enumerate(self.ours.train(at)):
+            views = [after[row, s.start : s.stop].view(s.shape) for s in slots]
+            if len(optimizers) == row:
+                optimizers.append(PlainOptimizer(local, [view.clone() for view in views]))
+            slopes = [values[f"gradient of {slot.name}"] for slot in slots]
+            sizes[row] = torch.cat([slope.flatten() for slope in slopes]).abs()
+            own = optimizers[row].tensors
+            with torch.no_grad():
+                for view, one in zip(views, own, strict=True):
+                    one.copy_(view)
+                optimizers[row].step(slopes)
+                for view, one in zip(views, own, strict=True):
+                    view.copy_(one)
+        return after, sizes
 
 
 def _trace_layers(module: nn.Module, run: Callable[[], Any]) -> dict[str, tuple[Any, ...]]:
@@ -564,7 +654,11 @@ def _compare_values(
 ) -> None:  # fmt: skip
     """Compare what is computed in evaluation and in training."""
     stream = Rng(0).generator(PURPOSE)
-    both = _Comparison(plain, ours, LIMITS[plain.roundoff], UNITS[plain.roundoff], stream, compared)
+    # What the loop engine says of itself; others add as PyTorch does, or with fewer errors.
+    forms = OtherForms(plain, getattr(ours.task.engine, "channels_last", False))
+    both = _Comparison(
+        plain, ours, LIMITS[plain.roundoff], UNITS[plain.roundoff], stream, compared, lines, forms
+    )
     # Clients of different models, so that a mix-up of rows shows.
     rows = torch.cat([first[:1], both.shake(first[1:], 0.1)])
     plain.load(ours.task.layout, rows[0])

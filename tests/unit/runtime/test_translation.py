@@ -185,7 +185,7 @@ def drift(_before, rows, work, losses):
     ("change", "words"),
     [
         (mix_up_rows, "gradient of"),
-        (drift, "steps of the optimizer adam: '0.weight'"),
+        (drift, "step 1 of the optimizer adam: '0.weight'"),
         (lambda _b, _r, _w, losses: losses * 1.001, "training loss"),
     ],
     ids=["rows are mixed up", "the optimizer drifts", "the loss is another mean"],
