@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,10 @@ from zoo import Entry
 
 from coterie import FedAvg, Settings, simulate
 from coterie.data.federation import Federation, TestSet
+from coterie.engine import EngineChoice
 from coterie.engine.task import LocalTraining
+from coterie.runtime.task import make_task
+from coterie.studies.engine_choice import PlanWork
 
 TRAIN, VALIDATION, BATCH = 128, 32, 32
 LONGEST = 100  # seconds of the lean loop, above which a cell is left out
@@ -68,14 +72,16 @@ def measure_runs(
         classes=entry.classes,
     )  # fmt: skip
     local = LocalTraining(batch_size=BATCH, optimizer="adam", lr=1e-3)
-    short = min(rounds, 2)
 
-    def run(plan_runs: int, rounds: int = rounds) -> str:
-        settings = Settings(
-            rounds=rounds, local=local, warmup_epochs=0, check=False, evaluate="final"
-        )
+    settings = Settings(rounds=rounds, local=local, warmup_epochs=0, check=False, evaluate="final")
+    plan, method = PlanWork[str](), FedAvg()
+    task = make_task(data, method, entry.make, replace(settings, engine="loop"))
+    plan.add_method(name, task, settings, STUDY, name)
+    of_study = plan.choose_engines()[name]
+
+    def run(plan_engine: EngineChoice | None = None) -> str:
         return simulate(
-            data, FedAvg(), model=entry.make, settings=settings, plan_runs=plan_runs
+            data, method, model=entry.make, settings=settings, plan_engine=plan_engine
         ).engine
 
     def lean() -> None:
@@ -95,10 +101,9 @@ def measure_runs(
 
     sides: dict[str, Callable[[], object]] = {
         "lean": lean,
-        "alone": lambda: run(1),
-        "in a study": lambda: run(STUDY),
+        "alone": run,
+        "in a study": lambda: run(of_study),
     }
-    # Short runs of as much work in all take the same engine, and compile it.
     seconds = math.inf
     for _ in range(3):  # the first training loads parts of PyTorch
         began = time.perf_counter()
@@ -109,11 +114,15 @@ def measure_runs(
             "model": name, "clients": clients, "rounds": rounds,
             "skipped": f"the lean loop would take about {seconds:.0f} s",
         }  # fmt: skip
-    engines = {
-        "lean": "lean",
-        "alone": run(rounds // short, short),
-        "in a study": run(STUDY * rounds // short, short),
-    }
+    # What is compiled is compiled before, in short runs.
+    alone = PlanWork[str]()
+    alone.add_method(name, task, settings, 1, name)
+    built = [alone.choose_engines()[name], of_study]
+    for chosen in built:
+        simulate(
+            data, method, model=entry.make, settings=replace(settings, rounds=1), plan_engine=chosen
+        )
+    engines = dict(zip(sides, ["lean", *(chosen.reason for chosen in built)], strict=True))
     times: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
     for _ in range(max(1, min(turns, round(ENOUGH / seconds)))):
         for side, function in sides.items():

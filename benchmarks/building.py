@@ -22,6 +22,7 @@ from coterie._util.origin import write_results
 from coterie.engine._choice import CompilingForecast, count_products
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.traced import trace_module
+from coterie.engine.options import Workload
 
 
 def processor_seconds() -> float:
@@ -38,7 +39,7 @@ def build(name: str, entry: Entry) -> dict[str, Any]:
     traces = trace_module(layout, loss, x[0], y[0])
     nodes = [*traces.train.nodes, *traces.judge.nodes]
     products = count_products(layout, x[0])
-    forecast = CompilingForecast.predict(traces, products, 0.0, None, runs=0)
+    forecast = CompilingForecast.predict(traces, products, Workload(runs=0))
     began = processor_seconds()
     CompiledEngine(layout, loss, x[0], y[0], traces)
     took = processor_seconds() - began

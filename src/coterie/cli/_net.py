@@ -721,6 +721,7 @@ def _describe_engine(
     import torch
 
     from coterie import engine
+    from coterie.engine.options import Workload
     from coterie.models.layout import Layout, make_template, resolve_model
 
     sizes = features.split(",")
@@ -731,12 +732,11 @@ def _describe_engine(
     shape = tuple(map(int, sizes))
     layout = Layout(make_template(resolve_model(model, shape, outputs)))
     x, y = torch.zeros(2, *shape), torch.zeros(2, dtype=torch.int64)
+    work = Workload(train_samples=samples, batch_size=batch_size)
     with warnings.catch_warnings():
         # A fallback to a slower engine warns; `doctor` prints the reason itself.
         warnings.simplefilter("ignore")  # the reason says the same
-        found = engine.make_engine(
-            "auto", layout, engine.cross_entropy, x, y, samples, batch_size=batch_size
-        )
+        found = engine.make_engine("auto", layout, engine.cross_entropy, x, y, work)
     return found.reason
 
 

@@ -33,6 +33,7 @@ from coterie.cluster.exchange import (
     merge_snapshots,
 )
 from coterie.data.federation import Federation, Truth
+from coterie.engine import EngineChoice
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, CoterieError, require
 from coterie.exchange.base import Message
@@ -629,7 +630,7 @@ def simulate_in_blocks(
     observer: Observer | None = None,
     notes: Callable[[Note], None] | None = None,
     saved: Callable[[], None] | None = None,
-    plan_runs: int = 1,
+    plan_engine: EngineChoice | None = None,
 ) -> Run:
     """Run a method over a federation hosted in blocks; the bytes are those of `simulate`.
 
@@ -652,7 +653,7 @@ def simulate_in_blocks(
         observer: called after each round.
         notes: called when something takes seconds, and when blocks are started again.
         saved: called after the files in `folder` were written.
-        plan_runs: runs of the plan that this one is of; see `simulate`.
+        plan_engine: that the plan of this run has chosen; see `simulate`.
 
     Raises:
         ConfigError: when something of the run needs all clients in one process.
@@ -667,7 +668,7 @@ def simulate_in_blocks(
                 return simulate(
                     federation, method, model=model, settings=settings, seed=seed, label=label,
                     folder=where, resume=resume, observer=observer, notes=notes, saved=saved,
-                    host=host, plan_runs=plan_runs,
+                    host=host, plan_engine=plan_engine,
                 )  # fmt: skip
         except BlockDied as died:
             done = None if where is None else checkpoint.count_stored_rounds(where)

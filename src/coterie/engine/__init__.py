@@ -2,12 +2,12 @@
 
 `loop` trains one client after another with PyTorch's own modules, on one flat vector, and takes any
 module; `vmap` runs a block of clients as one batched program; `compiled` writes the whole step as a
-native program. `make` chooses by the model and the amount of work;
+native program. `make_engine` chooses by the model and the amount of work;
 `Engine.reason` says which engine it is, and why.
 """
 
 from coterie.engine._base import Engine, cross_entropy
-from coterie.engine._choice import ENGINES, default_block, make_engine
+from coterie.engine._choice import ENGINES, EngineChoice, choose_engine, default_block, make_engine
 from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
 from coterie.engine.native.compiled import CompiledEngine
@@ -15,6 +15,6 @@ from coterie.engine.native.library import use_threads
 from coterie.engine.optim import LocalTraining, RowOptimizer
 
 __all__ = [
-    "ENGINES", "CompiledEngine", "Engine", "LocalTraining", "LoopEngine", "RowOptimizer", "VmapEngine",
-    "cross_entropy", "default_block", "make_engine", "use_threads",
+    "ENGINES", "CompiledEngine", "Engine", "EngineChoice", "LocalTraining", "LoopEngine", "RowOptimizer", "VmapEngine",
+    "choose_engine", "cross_entropy", "default_block", "make_engine", "use_threads",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.compiler import CompilerError
 from coterie.engine.native.trace import NotTraceableError, Traces
 from coterie.engine.native.traced import trace_module
+from coterie.engine.options import Workload
 from coterie.errors import ConfigError, ModelError, OutOfMemory, describe_unknown, first_line
 from coterie.models.draws import KeyedDraws
 from coterie.models.layout import Layout
@@ -38,7 +39,6 @@ _RECORD_NODE = 3e-4
 # What a program saves: a node of the graph of a step is a call of PyTorch, whatever the batch, and
 # a product of a sample in the forward pass is faster, together with two in the backward pass.
 _CALL, _PRODUCT = 4e-6, 5e-11
-_USUAL_BATCH = 32  # where the batch size is unknown
 _FEW = 2000  # samples that are trained on before building a program could be worthwhile
 
 
@@ -109,37 +109,31 @@ class _ProductCounter(TorchDispatchMode):
 class CompilingForecast:
     """What compiling is predicted to cost and to save, in seconds.
 
-    It follows from the graphs of the module and the amount of work alone, never from a clock or
-    from what was compiled before, so that a run and its repetition choose the same engine.
+    It follows from the graphs of the module and the work of a plan alone, never from a clock or
+    from what was compiled before, so that a plan and its repetition choose the same engines.
     """
 
     cost: float
     saving: float
 
     @staticmethod
-    def predict(
-        traces: Traces, products: int, samples: float, batch_size: int | None, runs: int = 1
-    ) -> "CompilingForecast":
+    def predict(traces: Traces, products: int, work: Workload) -> "CompilingForecast":
         """Return the forecast of a module.
 
         Args:
             traces: the graphs of its training step and its evaluation.
             products: multiplications in the forward pass of a sample; see `count_products`.
-            samples: on which models are trained in all.
-            batch_size: samples of a step; None for unknown.
-            runs: that share the program.
+            work: of all runs that share the program.
         """
         nodes = [*traces.train.nodes, *traces.judge.nodes]
         convolutions = sum(node.name.startswith("convolution") for node in nodes)
-        of_nodes = (_BUILD_NODE + _RECORD_NODE * runs) * len(nodes)
+        of_nodes = (_BUILD_NODE + _RECORD_NODE * work.runs) * len(nodes)
         cost = _BUILD + of_nodes + _BUILD_CONVOLUTION * convolutions
-        calls = _CALL * len(traces.train.nodes) / (batch_size or _USUAL_BATCH)
-        return CompilingForecast(cost, samples * (calls + _PRODUCT * products))
+        calls = _CALL * len(traces.train.nodes) * work.num_steps
+        return CompilingForecast(cost, calls + _PRODUCT * products * (work.train_samples or 0.0))
 
     @staticmethod
-    def bound_share(
-        products: int, samples: float, batch_size: int | None, runs: int = 1
-    ) -> float | None:
+    def bound_share(products: int, work: Workload) -> float | None:
         """Return at most which share of its cost compiling saves, whatever the graphs are.
 
         Each node costs and saves, and so do the beginning and the products: their sums have a ratio
@@ -149,9 +143,8 @@ class CompilingForecast:
             The share; None where it depends on the graphs whether compiling is worthwhile. To
             record them takes as long as a short run.
         """
-        of_nodes = _CALL * samples / (batch_size or _USUAL_BATCH)
-        of_nodes /= _BUILD_NODE + _RECORD_NODE * runs
-        of_products = _PRODUCT * products * samples / _BUILD
+        of_nodes = _CALL * work.num_steps / (_BUILD_NODE + _RECORD_NODE * work.runs)
+        of_products = _PRODUCT * products * (work.train_samples or 0.0) / _BUILD
         share = max(of_nodes, of_products)
         return share if share < 1 else None
 
@@ -191,14 +184,10 @@ def make_engine(
     objective: Objective,
     x: Tensor,
     y: Tensor,
-    expected: float | None = None,
+    work: Workload | None = None,
     *,
-    batch_size: int | None = None,
-    clients: int | None = None,
-    runs: int = 1,
     precision: str = "full",
     cuda_graphs: bool = False,
-    custom_optimizer: str | None = None,
     portable: bool = False,
 ) -> Engine:
     """Return an engine that can run a module, tried on a sample batch.
@@ -209,39 +198,19 @@ def make_engine(
         objective: the loss of each sample.
         x: a small batch of prepared inputs, [samples, *features].
         y: its targets.
-        expected: number of training samples in all; "auto" compiles only where that pays. None: a
-            few.
-        batch_size: samples of a client's step; "auto" batches clients only where that is expected
-            to be faster.
-        clients: that train in a round, of the whole population.
-        runs: of which `expected` is the work; each records the graphs of a program again.
+        work: how much is trained; "auto" compiles, and batches clients, only where that is expected
+            to be faster. A few samples when None.
         precision: see `engine.precision.product_precision`.
         cuda_graphs: see `VmapEngine`.
-        custom_optimizer: the import path of an optimizer that only the loop engine runs; None for
-            another.
         portable: take the compiled engine, with a program for all processors of a kind.
 
     Raises:
         ConfigError: for an unknown name, or an engine that does not compute at that precision or
-            with that optimizer.
+            with the optimizer of the work.
         ModelError: when the module cannot be run on such inputs at all.
     """
-    if name != "auto" and name not in ENGINES:
-        raise ConfigError(describe_unknown("engine", name, ["auto", *ENGINES]))
-    if name == "compiled" and precision != "full":
-        raise ConfigError(
-            f"engine = 'compiled' computes in full; found precision = {precision!r}: take another "
-            "engine"
-        )
-    if custom_optimizer and name not in ("auto", "loop"):
-        raise ConfigError(
-            f"optimizer = {custom_optimizer!r} trains one client after another; found engine = "
-            f"{name!r}, expected 'auto' "
-            "or 'loop'"
-        )
-    if portable and (custom_optimizer or name not in ("auto", "compiled")):
-        what = f"optimizer = {custom_optimizer!r}" if custom_optimizer else f"engine = {name!r}"
-        raise ConfigError(f"portable = true takes the compiled engine; found {what}: leave it out")
+    work = work or Workload()
+    _check_engine_fits(name, work.custom_optimizer, precision, portable)
     # The loop engine runs any module: what it cannot run is wrong with the module or its inputs.
     layout.draws = {True: True, False: True}
     loop, problem = _make_loop_engine(layout, objective, x, y, precision)
@@ -253,41 +222,28 @@ def make_engine(
             + _describe_types(layout)
         ) from error
     layout.draws = dict(loop.drew)
-    unstored = loop.changed_buffers(x.device)
-    if unstored:
+    if unstored := loop.changed_buffers(x.device):
         warnings.warn(
             f"the module's forward pass changes {', '.join(map(repr, unstored))}, which is not "
             "kept from round to round: make it a persistent buffer of floating-point numbers, or "
-            "of "
-            "one whole number",
+            "of one whole number",
             stacklevel=3,
         )
-        return _set_reason(loop, name, f"forward changes {unstored[0]!r}, which no row holds")
-    if name == "loop":
-        return _set_reason(loop, name)
-    if custom_optimizer:
-        why = f"the optimizer {custom_optimizer} has no faster program here"
-        return _set_reason(loop, name, why)
+    only = _why_only_loop(loop, x, work)
+    if only or name == "loop":
+        return _set_reason(loop, name, *only)
     against = []  # what speaks against a faster engine
-    on_cpu = x.device.type == "cpu"
     products = 0
-    if on_cpu and name != "vmap":
+    if x.device.type == "cpu" and name != "vmap":
         products = count_products(layout, x)
-    one_by_one = explain_one_by_one(products, batch_size, clients) if on_cpu else None
     if name in ("auto", "compiled"):
-        unfit = None
+        unfit, traces = None, None
         if name == "auto" and not portable:
-            unfit = _why_not_compile(x.device, products, expected, batch_size, runs, precision)
+            unfit, traces = _why_not_compile(loop, x, y, products, work, precision)
         if unfit is None:
             try:
-                traces = None
-                if name == "auto" and not portable:
-                    traces = trace_module(layout, objective, x, y)
-                    unfit = _find_too_little_work(traces, products, expected, batch_size, runs)
-                if unfit is None:
-                    return _set_reason(
-                        CompiledEngine(layout, objective, x, y, traces, portable), name
-                    )
+                engine = CompiledEngine(layout, objective, x, y, traces, portable)
+                return _set_reason(engine, name)
             except (NotTraceableError, CompilerError) as error:
                 unfit = f"the module cannot be compiled: {error}"
                 if portable:
@@ -297,12 +253,103 @@ def make_engine(
                 # A compiler can be installed, so its absence is worth a warning. A module that
                 # cannot be traced is usual, and a warning only where a program was asked for.
                 if name == "compiled" or isinstance(error, CompilerError):
-                    other = "loop" if one_by_one else "vmap"
+                    other = "loop" if _why_one_by_one(x, products, work) else "vmap"
                     warnings.warn(f"the {other} engine is used: {unfit}", stacklevel=3)
         against.append(unfit)
-    if name != "vmap" and one_by_one:
-        return _set_reason(loop, name, *against, one_by_one)
-    engine = VmapEngine(layout, objective, precision, cuda_graphs)
+    return _make_uncompiled(name, loop, x, y, products, work, against, precision, cuda_graphs)
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """The engine that runs of a plan take, and why.
+
+    Args:
+        name: of the engine.
+        reason: see `Engine.reason`.
+    """
+
+    name: str
+    reason: str
+
+
+def choose_engine(
+    loop: LoopEngine, x: Tensor, y: Tensor, work: Workload, precision: str = "full"
+) -> EngineChoice:
+    """Return what `make_engine` takes for "auto", as far as that is known without compiling.
+
+    Args:
+        loop: a loop engine of the module that `make_engine` returned.
+        x: a small batch of prepared inputs.
+        y: its targets.
+        work: of a run, with what all runs that share the program train.
+        precision: see `make_engine`.
+    """
+    only = _why_only_loop(loop, x, work)
+    if only:
+        engine = _set_reason(loop, "auto", *only)
+    else:
+        products = count_products(loop.layout, x) if x.device.type == "cpu" else 0
+        unfit, _ = _why_not_compile(loop, x, y, products, work, precision)
+        if unfit is None:
+            name, what = CompiledEngine.name, CompiledEngine.description
+            return EngineChoice(name, f"{name}, {what}")
+        engine = _make_uncompiled("auto", loop, x, y, products, work, [unfit], precision, False)
+    return EngineChoice(engine.name, engine.reason)
+
+
+def _check_engine_fits(
+    name: str, custom_optimizer: str | None, precision: str, portable: bool
+) -> None:
+    """Refuse an engine that is unknown, or does not compute as asked."""
+    if name != "auto" and name not in ENGINES:
+        raise ConfigError(describe_unknown("engine", name, ["auto", *ENGINES]))
+    if name == "compiled" and precision != "full":
+        raise ConfigError(
+            f"engine = 'compiled' computes in full; found precision = {precision!r}: take another "
+            "engine"
+        )
+    if custom_optimizer and name not in ("auto", "loop"):
+        raise ConfigError(
+            f"optimizer = {custom_optimizer!r} trains one client after another; found engine = "
+            f"{name!r}, expected 'auto' or 'loop'"
+        )
+    if portable and (custom_optimizer or name not in ("auto", "compiled")):
+        what = f"optimizer = {custom_optimizer!r}" if custom_optimizer else f"engine = {name!r}"
+        raise ConfigError(f"portable = true takes the compiled engine; found {what}: leave it out")
+
+
+def _why_only_loop(loop: LoopEngine, x: Tensor, work: Workload) -> list[str]:
+    """Return why no other engine can run a module at all; nothing where one can."""
+    unstored = loop.changed_buffers(x.device)
+    if unstored:
+        return [f"forward changes {unstored[0]!r}, which no row holds"]
+    if work.custom_optimizer:
+        return [f"the optimizer {work.custom_optimizer} has no faster program here"]
+    return []
+
+
+def _why_one_by_one(x: Tensor, products: int, work: Workload) -> str | None:
+    """See `explain_one_by_one`; only a CPU is faster with one client after another."""
+    if x.device.type != "cpu":
+        return None
+    return explain_one_by_one(products, work.batch_size, work.clients)
+
+
+def _make_uncompiled(
+    requested: str,
+    loop: LoopEngine,
+    x: Tensor,
+    y: Tensor,
+    products: int,
+    work: Workload,
+    against: list[str],
+    precision: str,
+    cuda_graphs: bool,
+) -> Engine:
+    """Return the vmap engine, or the loop engine where that is faster or the only one that runs."""
+    if requested != "vmap" and (why := _why_one_by_one(x, products, work)):
+        return _set_reason(loop, requested, *against, why)
+    engine = VmapEngine(loop.layout, loop.objective, precision, cuda_graphs)
     # vmap warns where an operation has no batching rule: it then loops over clients, and the loop
     # engine is the better choice. All other warnings are passed on below.
     with warnings.catch_warnings(record=True) as said:
@@ -315,15 +362,15 @@ def make_engine(
             slow.append(found[1])
         else:
             warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-    if problem is None and slow and name != "vmap":
-        against.append(f"{slow[0]} runs over one client after another all the same")
-        return _set_reason(loop, name, *against)
+    if problem is None and slow and requested != "vmap":
+        against = [*against, f"{slow[0]} runs over one client after another all the same"]
+        return _set_reason(loop, requested, *against)
     if problem is None:
-        return _set_reason(engine, name, *against)
+        return _set_reason(engine, requested, *against)
     layer, error = problem
-    against.append(f"{layer} cannot be run over many clients at once ({first_line(error)})")
-    warnings.warn(f"the loop engine is used: {against[-1]}", stacklevel=3)
-    return _set_reason(loop, name, *against)
+    why = f"{layer} cannot be run over many clients at once ({first_line(error)})"
+    warnings.warn(f"the loop engine is used: {why}", stacklevel=4)
+    return _set_reason(loop, requested, *against, why)
 
 
 def _set_reason(engine: Engine, requested: str, *against: str) -> Engine:
@@ -337,27 +384,27 @@ def _set_reason(engine: Engine, requested: str, *against: str) -> Engine:
 
 
 def _why_not_compile(
-    device: torch.device,
-    products: int,
-    expected: float | None,
-    batch_size: int | None,
-    runs: int,
-    precision: str,
-) -> str | None:
-    """Return why "auto" does not compile a module, if its graphs need not be recorded to know."""
-    if device.type != "cpu":
-        return "native programs run on a CPU"
+    loop: LoopEngine, x: Tensor, y: Tensor, products: int, work: Workload, precision: str
+) -> tuple[str | None, Traces | None]:
+    """Return why "auto" does not compile a module; otherwise its graphs."""
+    if x.device.type != "cpu":
+        return "native programs run on a CPU", None
     if precision != "full":
-        return "native programs compute in full precision"
-    if expected is None or expected < _FEW:
-        return "too little work to compile"
-    share = CompilingForecast.bound_share(products, expected, batch_size, runs)
-    if share is None:
-        return None
-    return (
-        f"too little work to compile, which takes over {_BUILD} s and would save at most "
-        f"{share:.1%} of what it takes"
-    )
+        return "native programs compute in full precision", None
+    if work.train_samples is None or work.train_samples < _FEW:
+        return "too little work to compile", None
+    share = CompilingForecast.bound_share(products, work)
+    little = "too little work to compile, which takes"
+    if share is not None:
+        return f"{little} over {_BUILD} s and would save at most {share:.1%} of what it takes", None
+    try:
+        traces = trace_module(loop.layout, loop.objective, x, y)
+    except NotTraceableError as error:
+        return f"the module cannot be compiled: {error}", None
+    found = CompilingForecast.predict(traces, products, work)
+    if not found.is_worthwhile:
+        return f"{little} about {found.cost:.1f} s and would save {found.saving:.2g} s", None
+    return None, traces
 
 
 def _describe_types(layout: Layout) -> str:
@@ -373,19 +420,6 @@ def _describe_types(layout: Layout) -> str:
         f"; rows hold all weights as {str(layout.dtype)[6:]}, and of the module {found}: convert by "
         "the type of a layer's weight, x.to(self.layer.weight.dtype), or with dtype = 'float64' "
         "give the module in that"
-    )
-
-
-def _find_too_little_work(
-    traces: Traces, products: int, expected: float | None, batch_size: int | None, runs: int
-) -> str | None:
-    """Return what compiling would cost and save, if that is less; see `CompilingForecast`."""
-    found = CompilingForecast.predict(traces, products, expected or 0.0, batch_size, runs)
-    if found.is_worthwhile:
-        return None
-    return (
-        f"too little work to compile, which takes about {found.cost:.1f} s and would save "
-        f"{found.saving:.2g} s"
     )
 
 

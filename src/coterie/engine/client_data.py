@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie.data.federation import SPLITS, Federation
@@ -109,6 +109,12 @@ class ClientData:
     def client_name(self, row: int) -> str:
         """Return how messages name a client of this view."""
         return self.federation.client_name(int(self.rows[row]))
+
+    def make_trial_batch(self) -> tuple[Float[Tensor, "samples *features"], Tensor]:
+        """Return prepared inputs and targets of eight samples for trials of the module."""
+        # Few samples are repeated.
+        first = torch.arange(8) % max(1, len(self.samples))
+        return self.samples.prepare_inputs(first), self.samples.prepare_targets(first)
 
     # ------------------------------------------------------------------ numbers of samples
 

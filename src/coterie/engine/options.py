@@ -1,7 +1,7 @@
 """What a task is built from besides data: the model, the engine, the amount of work."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -103,34 +103,42 @@ class EngineOptions:
             check_portable(self.device)
 
 
+_USUAL_BATCH = 32  # where the batch size is unknown
+
+
 @dataclass(frozen=True)
 class Workload:
-    """How much a run trains; "auto" chooses an engine by it.
+    """How much is trained; "auto" chooses an engine by it.
 
     Args:
         rounds: of the run, for learning-rate schedules over all of them; None for unknown.
-        train_samples: samples that all clients train on in the whole run, or in all runs of a plan;
-            None for a few.
+        train_samples: samples that clients train on in a run, or in all `runs`; None for a few.
         batch_size: samples of a client's step; None for unknown.
         clients: that train in a round, in all processes; None for unknown.
-        runs: of the plan, of which `train_samples` are.
         custom_optimizer: `LocalTraining.custom_optimizer`, which only the loop engine runs.
+        runs: of a plan that share a program; each records its graphs again.
+        train_steps: of which `train_samples` are the batches, where their sizes differ between the
+            runs; None for those of `batch_size`.
     """
 
     rounds: int | None = None
     train_samples: float | None = None
     batch_size: int | None = None
     clients: int | None = None
-    runs: int = 1
     custom_optimizer: str | None = None
+    runs: int = 1
+    train_steps: float | None = None
+
+    @property
+    def num_steps(self) -> float:
+        """The steps in which the samples are trained."""
+        if self.train_steps is not None:
+            return self.train_steps
+        return (self.train_samples or 0.0) / (self.batch_size or _USUAL_BATCH)
 
     @staticmethod
     def of_run(
-        local: LocalTraining,
-        rounds: int,
-        federation: Federation,
-        participation: float = 1.0,
-        runs: int = 1,
+        local: LocalTraining, rounds: int, federation: Federation, participation: float = 1.0
     ) -> "Workload":
         """Return the work of a run with all clients of a federation, the warm-up included.
 
@@ -139,14 +147,26 @@ class Workload:
             rounds: of the run.
             federation: the clients.
             participation: share of the population that trains in a round, or how many above 1.
-            runs: of the plan that share the model: what is built for one serves all.
         """
         if local.steps is None:
             samples = local.epochs * int(federation.count_samples("train").sum())
         else:
             # An upper bound: the batches of a client with fewer samples are smaller.
             samples = local.steps * local.batch_size * len(federation)
-        # One training more than rounds: the warm-up before the first exchange.
-        total = samples * (rounds + 1) * runs
         clients = cohort_size(federation.population, participation)
-        return Workload(rounds, total, local.batch_size, clients, runs, local.custom_optimizer)
+        # The warm-up before the first exchange trains all clients, not only those of a cohort.
+        total = samples * (rounds * clients / federation.population + 1)
+        return Workload(rounds, total, local.batch_size, clients, local.custom_optimizer)
+
+    def in_plan(self, others: "Sequence[Workload]") -> "Workload":
+        """Return this run's work, of which a program is built for all of some runs.
+
+        Args:
+            others: the runs that share its program, this one included.
+        """
+        return replace(
+            self,
+            train_samples=sum(one.train_samples or 0.0 for one in others),
+            train_steps=sum(one.num_steps for one in others),
+            runs=sum(one.runs for one in others),
+        )

@@ -99,10 +99,7 @@ class Task:
         client_model = ClientModel.from_spec(model, federation, options)
         layout = client_model.layout
         data = ClientData.load(federation, loss, options.dtype, options.device)
-        # Eight samples for trials of the module; few samples are repeated.
-        first_samples = torch.arange(8) % max(1, len(data.samples))
-        x = data.samples.prepare_inputs(first_samples)
-        y = data.samples.prepare_targets(first_samples)
+        x, y = data.make_trial_batch()
         if model.output:
             _check_output_is_needed(layout, x)
         # Before the trial of an engine, so that the message names outputs and targets.
@@ -121,13 +118,9 @@ class Task:
             loss,
             x,
             y,
-            work.train_samples,
-            batch_size=work.batch_size,
-            clients=work.clients,
-            runs=work.runs,
+            work,
             precision=options.precision,
             cuda_graphs=options.cuda_graphs,
-            custom_optimizer=work.custom_optimizer,
             portable=options.portable,
         )
         block = options.block

@@ -22,7 +22,6 @@ def make_task(
     settings: Settings,
     secret: int | None = None,
     pool: Federation | None = None,
-    plan_runs: int = 1,
 ) -> Task:
     """Check everything that a run needs, and return its task for all clients of a federation.
 
@@ -35,7 +34,6 @@ def make_task(
         secret: seed of the draws of private training, see `Task`.
         pool: the samples of all clients as those of one, for methods that need them; made of
             `federation` when None.
-        plan_runs: runs of the plan that this one is of, by whose work an engine is chosen.
 
     Raises:
         ConfigError: when the method needs planted clusters and there are none, or a name is
@@ -93,7 +91,7 @@ def make_task(
         cuda_graphs=settings.cuda_graphs,
         portable=settings.portable,
     )
-    work = Workload.of_run(local, settings.rounds, federation, settings.participation, plan_runs)
+    work = Workload.of_run(local, settings.rounds, federation, settings.participation)
     build = partial(Task.build, model=spec, options=options, workload=work, secret=secret)
     pooled = None
     # The pooled clients are one more task of the same model.

@@ -22,6 +22,7 @@ from coterie._util.facts import Described
 from coterie._util.names import format_client, format_clients, shorten_text
 from coterie._util.settings import format_brief
 from coterie.data.federation import Federation
+from coterie.engine import EngineChoice
 from coterie.engine.device import check_device
 from coterie.engine.native.compiler import report_compiling
 from coterie.engine.task import Task
@@ -259,7 +260,7 @@ def simulate(
     notes: Callable[[Note], None] | None = None,
     saved: Callable[[], None] | None = None,
     host: HostClients | None = None,
-    plan_runs: int = 1,
+    plan_engine: EngineChoice | None = None,
 ) -> Run:
     """Run a method over a whole federation in this process.
 
@@ -279,9 +280,8 @@ def simulate(
         saved: called after the files in `folder` were written: with each checkpoint, and at the
             end.
         host: hosts the clients elsewhere; results do not depend on it.
-        plan_runs: runs with this model in the plan that this one is of, such as a study: engine =
-            "auto" compiles where that saves time over all of them. Other seeds of the method
-            that its folder has already decide for this one too.
+        plan_engine: what engine = "auto" takes, chosen by the work of all runs of the plan that
+            this one is of, such as a study; chosen by the work of this run alone when None.
 
     Raises:
         ConfigError: when the run cannot fit into memory.
@@ -318,13 +318,15 @@ def simulate(
             raise RunExistsError(
                 f"{folder} holds a run already; resume it, overwrite it, or choose another folder"
             )
+        began, why, data = {}, "", ""
+        if settings.engine == "auto" and not settings.portable and plan_engine is not None:
+            began, why = {"engine": plan_engine.name}, plan_engine.reason
         # Engines agree up to rounding only: a resumed run keeps the one that it began with.
-        chosen: Path | None = None
-        began, data = {}, ""
-        if folder is not None and settings.engine == "auto":
-            chosen = _find_run_with_engine(folder, resume)
-        if chosen is not None:
-            began = checkpoint.load_engine(chosen)
+        stored = {}
+        if folder is not None and settings.engine == "auto" and resume:
+            stored = checkpoint.load_engine(folder)
+        if folder is not None and stored:
+            began, why = stored, checkpoint.load_engine_reason(folder)
         # Of the data as they were given, before anything is changed in them.
         if folder is not None:
             data = federation.compute_digest()
@@ -340,9 +342,10 @@ def simulate(
             reporting = report_compiling(lambda text: notes(Note(label or method.kind, seed, text)))
         with reporting:
             own = dataclasses.replace(settings, **began)
-            task = make_task(taking, method, model, own, plan_runs=plan_runs)
-            if chosen is not None:
-                task.engine.reason = checkpoint.load_engine_reason(chosen) or task.engine.reason
+            task = make_task(taking, method, model, own)
+            # A compiler may be missing here: then another engine runs, for a reason of its own.
+            if why and task.engine.name == began["engine"]:
+                task.engine.reason = why
         if host is None:
             check_memory(task, taking, method, settings, stored=folder is not None)
             loop = _make_loop(
@@ -543,16 +546,16 @@ def _check_types(federation: object, method: object, model: object, settings: ob
 
 def check_run(
     federation: Federation, method: Method, model: ModelSource, settings: Settings
-) -> None:
+) -> Task:
     """Check a run before anything is written: one training step, and the method's first state.
 
     The arguments and errors are those of `make_task`; a method may refuse data that it cannot use.
     """
     _check_types(federation, method, model, settings)
     # The forecast makes the method's first state, of two small populations.
-    _forecast_run(
-        make_task(federation, method, model, settings), federation, method, settings, stored=False
-    )
+    task = make_task(federation, method, model, settings)
+    _forecast_run(task, federation, method, settings, stored=False)
+    return task
 
 
 def check_memory(
@@ -652,24 +655,6 @@ def _expected_reads(method: Method, task: Task) -> float:
         return method.cost(CostSetting.from_task(task), 0).models
     except ConfigError:
         return 10.0
-
-
-def _find_run_with_engine(folder: Path, resume: bool) -> Path | None:
-    """Return the folder of the run that says which engine this one takes; None for no such run.
-
-    Engines agree up to rounding only: a resumed run keeps the one that it began with, and seeds that
-    are added to a study take that of the others, however much work the plan is by then.
-    """
-    if resume and checkpoint.has_run(folder):
-        return folder
-    others = sorted(folder.parent.glob("seed-*")) if folder.name.startswith("seed-") else []
-    for other in others:
-        try:
-            if other != folder and checkpoint.load_engine(other):
-                return other
-        except CheckpointError:  # damaged, which its own run reports
-            continue
-    return None
 
 
 def _collect_timing(loop: Loop, started: float, earlier: dict[str, float]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """run_study(): methods x seeds over one federation for each seed, in folders that can be resumed.
 
     runs/<study>/config.toml                  the study, fully resolved
+    runs/<study>/engines.json                 the engine of each method, where "auto" chose it
     runs/<study>/federation.json              the first seed's data: clusters, labels, some samples
     runs/<study>/summary.json                 the results, reduced
     runs/<study>/<method-label>/seed-<n>/     one run: config, metrics, edges, checkpoint, provenance;
@@ -32,7 +33,7 @@ from coterie._util.files import check_folder, resolve_path, write_atomically
 from coterie.data.federation import Federation
 from coterie.data.schema import FILE as SCHEMA_FILE
 from coterie.data.schema import TableSchema
-from coterie.engine import ENGINES
+from coterie.engine import ENGINES, EngineChoice
 from coterie.errors import (
     CheckpointError,
     ConfigError,
@@ -58,7 +59,7 @@ from coterie.simulation.run import (
     simulate,
 )
 from coterie.simulation.workers import FanOut, end_unguarded_import, fan_out
-from coterie.studies import config
+from coterie.studies import config, engine_choice
 from coterie.studies.definition import LABEL, StudyConfig, is_label
 from coterie.studies.describe import describe_federation
 from coterie.studies.inputs import FederationSource, StudyInputs, TrialData
@@ -137,12 +138,14 @@ class _PlanWork:
         studies: the study of each point; of "" where the plan is one study.
         inputs: the data and the model.
         run: does one run.
+        engines: what the plan has chosen for engine = "auto", by point and label.
     """
 
     folder: Path
     studies: Mapping[str, StudyConfig]
     inputs: StudyInputs
     run: Callable[..., object] = simulate
+    engines: Mapping[tuple[str, str], EngineChoice] = field(default_factory=dict)
 
     def __call__(self, given: _JobWithData, emit: Callable[[object], None]) -> bool:
         """Do a job unless another process has it; return whether this process did it."""
@@ -178,7 +181,7 @@ class _PlanWork:
                     observer=report,
                     notes=report,
                     saved=lambda: emit(FilesSaved(folder)),
-                    plan_runs=self.count_runs(study),
+                    plan_engine=self.engines.get((job.point, job.label)),
                 )
         except FolderInUse:
             return False
@@ -186,11 +189,6 @@ class _PlanWork:
             write_failure(folder, error)
             raise
         return True
-
-    def count_runs(self, study: StudyConfig) -> int:
-        """Return how many runs of the plan have the model of a study: they share what is built."""
-        alike = [one for one in self.studies.values() if one.model == study.model]
-        return sum(len(one.methods) * len(one.seeds) for one in alike)
 
     def job_folder(self, given: _JobWithData) -> Path:
         """Return the folder of a job."""
@@ -208,8 +206,17 @@ class _PlanWork:
         """Return the data of a job."""
         return self.inputs.select_study(self.studies[job.point]).make_federation(job.seed)
 
-    def check_methods(self, study: StudyConfig, federation: Federation) -> None:
-        """Check before anything is written: one training step of each method's model."""
+    def check_methods(
+        self, point: str, federation: Federation, work: engine_choice.PlanWork[tuple[str, str]]
+    ) -> None:
+        """Check before anything is written: one training step of each method's model.
+
+        Args:
+            point: whose methods they are.
+            federation: the data of its first seed.
+            work: to which the runs are added.
+        """
+        study = self.studies[point]
         model = self.inputs.select_study(study).model_source
         for entry in study.methods:
             engine = entry.settings.engine
@@ -217,7 +224,10 @@ class _PlanWork:
                 raise ConfigError(describe_unknown("engine", engine, ("auto", *ENGINES)))
             # The loop engine needs no compilation, and the check is of the model and the data.
             quick = replace(entry.settings, engine="loop", portable=False)
-            check_run(federation, entry.method, model, quick)
+            task = check_run(federation, entry.method, model, quick)
+            key = point, entry.label
+            settings = study.scale_method(entry.label).settings
+            work.add_method(key, task, settings, len(study.seeds), study.model)
 
     def data_to_send(self, job: Job, over: FanOut | None, crew: int) -> Federation | None:
         """Return the data of a job if it must carry them, else None.
@@ -347,23 +357,35 @@ def run_studies(
     check_folder(folder)
     described: dict[str, dict[str, str]] = {}
     tables: dict[FoundTable, None] = {}
+    work = engine_choice.PlanWork[tuple[str, str]]()
+    engines: dict[tuple[str, str], EngineChoice] = {}
     # The first point last: its data are at hand for the first run.
     for point, study in [*studies.items()][::-1]:
         _check_folder(study, folder / point, resume, overwrite)
         data = plan.inputs.select_study(study).make_federation(study.seeds[0])
         if resume:
             _check_data(study, folder / point, data)
-        plan.check_methods(study, data)
+        plan.check_methods(point, data, work)
+        if resume:
+            labels = [entry.label for entry in study.methods]
+            for label, choice in engine_choice.load_choices(folder / point, labels).items():
+                engines[point, label] = choice
         described[point] = _describe_data(data)
         schema = TableSchema.from_federation(data)
         if schema is not None:
             tables[FoundTable(tuple(schema.describe(data.notes)))] = None
+    engines |= work.choose_engines(engines)
+    plan = replace(plan, engines=engines)
     if overwrite:
         # The folder of a sweep may have points that this one has not.
         for place in [folder] if (folder / CONFIG).exists() else map(folder.joinpath, studies):
             _delete_folder(place)
     for point, study in studies.items():
         _prepare_folder(study, folder / point, described[point], resume=resume)
+        own = {label: choice for (where, label), choice in engines.items() if where == point}
+        if own:
+            text = engine_choice.format_choices(own)
+            summary.write_study_files(folder / point, {engine_choice.FILE: text})
     if files:
         summary.write_study_files(folder, files)
     for table in reversed(tables):

@@ -12,6 +12,7 @@ from coterie.engine import LoopEngine, make_engine
 from coterie.engine._base import cross_entropy
 from coterie.engine._work import RawSamples, TrainingWork
 from coterie.engine.optim import LocalTraining, RowOptimizer
+from coterie.engine.options import Workload
 from coterie.errors import ConfigError
 from coterie.methods.fedavg import FedAvg
 from coterie.models.layout import Layout
@@ -132,7 +133,7 @@ def test_auto_takes_the_loop_engine_for_it_and_says_why():
     x, y = torch.zeros(2, 2), torch.zeros(2, dtype=torch.int64)
     assert (
         make_engine(
-            "loop", layout, cross_entropy, x, y, custom_optimizer=local.custom_optimizer
+            "loop", layout, cross_entropy, x, y, Workload(custom_optimizer=local.custom_optimizer)
         ).name
         == "loop"
     )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from coterie.engine import EngineChoice
 from coterie.errors import CheckpointError, ConfigError, RunExistsError
 from coterie.methods import METHODS
 from coterie.methods.local import Local
@@ -213,49 +214,23 @@ def test_what_the_check_of_the_translation_says_is_a_note_of_the_run(monkeypatch
 # ---------------------------------------------------------------- the engine of earlier runs
 
 
-def test_a_run_takes_the_engine_that_it_began_with_or_that_of_the_other_seeds(
-    tmp_path, monkeypatch
-):
-    here, other, bad = (tmp_path / "DAC" / f"seed-{n}" for n in (1, 2, 0))
-    engines = {other: {"engine": "vmap", "block": 3}}
-    stored = set[object]()
-
-    def load(folder):
-        if folder == bad:
-            raise CheckpointError("damaged")
-        return engines.get(folder, {})
-
-    monkeypatch.setattr(checkpoint, "load_engine", load)
-    monkeypatch.setattr(checkpoint, "has_run", stored.__contains__)
-    find = running._find_run_with_engine
-    for folder in (here, other, bad):
-        folder.mkdir(parents=True)
-    assert find(here, False) == other, "what is damaged is reported by its own run"
-    assert find(other, False) is None, "a run does not ask itself"
-    stored.add(here)
-    assert find(here, True) == here
-    assert find(here, False) == other
-    assert find(tmp_path / "DAC" / "mine", True) is None
-    # A folder of another name is no seed of a method.
-    assert find(tmp_path / "DAC", False) is None
-
-
-def test_seeds_that_are_added_train_as_those_before(tmp_path):
-    first = go(tmp_path / "seed-0", settings={"engine": "loop"})
-    second = go(tmp_path / "seed-1", settings={"engine": "auto"})
-    assert checkpoint.load_engine(tmp_path / "seed-1")["engine"] == "loop"
-    assert second.engine == first.engine
-
-
 def test_why_an_engine_was_chosen_is_said_again_by_what_goes_on_with_it(tmp_path):
-    """Of a run that is resumed, and of another seed: it was not set, though it is fixed now."""
+    """Of a run that is resumed, and of one of a plan: it was not set, though it is fixed now."""
     chosen = {"engine": "auto"}
     first = go(tmp_path / "seed-0", settings=chosen)
     assert "as set" not in first.engine
     again = go(tmp_path / "seed-0", settings={**chosen, "rounds": 3}, resume=True)
-    other = go(tmp_path / "seed-1", settings=chosen)
-    assert {again.engine, other.engine} == {first.engine}
-    assert checkpoint.load_engine_reason(tmp_path / "seed-1") == first.engine
+    assert again.engine == first.engine
+    planned = EngineChoice("vmap", "vmap, which the plan took")
+    other = go(tmp_path / "seed-1", settings=chosen, plan_engine=planned)
+    assert other.engine == checkpoint.load_engine_reason(tmp_path / "seed-1") == planned.reason
+    # What a run began with comes first, and what its settings name.
+    again = go(
+        tmp_path / "seed-0", settings={**chosen, "rounds": 4}, resume=True, plan_engine=planned
+    )
+    assert again.engine == first.engine
+    named = go(settings={"engine": "loop"}, plan_engine=planned)
+    assert named.engine == "loop, one client after another: as set"
 
 
 # ---------------------------------------------------------------- memory

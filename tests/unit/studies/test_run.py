@@ -81,7 +81,7 @@ class Interrupted(Exception):
 def test_a_study_leaves_the_agreed_files(finished):
     folder = finished.folder
     assert folder.name == "tiny"
-    files = {"config.toml", "federation.json", "summary.json", "B2SUMS"}
+    files = {"config.toml", "engines.json", "federation.json", "summary.json", "B2SUMS"}
     assert shown(folder) == {*files, "random", "Alone"}
     for label in ("random", "Alone"):
         for seed in (0, 1):

@@ -24,7 +24,7 @@ from coterie.engine.native import compiler
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.trace import NotTraceableError, record
 from coterie.engine.native.traced import trace_module
-from coterie.engine.task import LocalTraining
+from coterie.engine.task import LocalTraining, Workload
 from coterie.methods import METHODS
 from coterie.models.layout import Layout, build_model
 from coterie.models.simplex_layers import simplex_head
@@ -428,7 +428,9 @@ def test_auto_compiles_where_it_pays_whatever_was_compiled_before():
     layout = Layout(nn.Sequential(nn.Flatten(), nn.Linear(7, 3)), torch.float64)
     x, y = torch.zeros(2, 7, dtype=torch.float64), torch.tensor([0, 1])
     chosen = [
-        engines.make_engine("auto", layout, cross_entropy, x, y, expected).name
+        engines.make_engine(
+            "auto", layout, cross_entropy, x, y, Workload(train_samples=expected)
+        ).name
         for expected in (None, 1e3, 1e5, 1e7)
     ]
     assert chosen == ["vmap", "vmap", "vmap", "compiled"]
@@ -443,8 +445,8 @@ def test_a_larger_graph_takes_longer_to_compile_and_saves_more():
         traces = trace_module(layout, cross_entropy, x, y)
         nodes = len(traces.train.nodes), len(traces.judge.nodes)
         products = _choice.count_products(layout, x)
-        runs = 5
-        found = _choice.CompilingForecast.predict(traces, products, samples, batch_size, runs)
+        work = Workload(train_samples=samples, batch_size=batch_size, runs=5)
+        found = _choice.CompilingForecast.predict(traces, products, work)
         some = sum(
             n.name.startswith("convolution") for n in (*traces.train.nodes, *traces.judge.nodes)
         )
@@ -472,9 +474,8 @@ def test_graphs_that_many_short_runs_would_record_again_are_not_recorded_to_choo
     x, y = torch.zeros(2, 7, dtype=torch.float64), torch.tensor([0, 1])
 
     def make(runs):
-        return engines.make_engine(
-            "auto", layout, cross_entropy, x, y, 40 * 50 * 32, batch_size=32, runs=runs
-        ).reason
+        work = Workload(train_samples=40 * 50 * 32, batch_size=32, runs=runs)
+        return engines.make_engine("auto", layout, cross_entropy, x, y, work).reason
 
     assert "which takes about 2." in make(1)
     monkeypatch.setattr(_choice, "trace_module", None)
@@ -493,7 +494,9 @@ def test_auto_batches_clients_where_their_products_are_small(batch_size, name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert (
-            engines.make_engine("auto", layout, cross_entropy, x, y, batch_size=batch_size).name
+            engines.make_engine(
+                "auto", layout, cross_entropy, x, y, Workload(batch_size=batch_size)
+            ).name
             == name
         )
 
@@ -504,8 +507,8 @@ def test_auto_batches_clients_where_there_are_some():
     x, y = torch.zeros(2, 7), torch.tensor([0, 1])
 
     def reason(clients, name="auto"):
-        options = {"batch_size": 8, "clients": clients}
-        return engines.make_engine(name, layout, cross_entropy, x, y, **options).reason
+        work = Workload(batch_size=8, clients=clients)
+        return engines.make_engine(name, layout, cross_entropy, x, y, work).reason
 
     vmap, loop = "vmap, many clients at once: ", "loop, one client after another: "
     little = "too little work to compile"
@@ -547,9 +550,10 @@ def test_an_engine_says_which_layer_keeps_a_faster_one_away():
         def forward(self, x):
             return self.part(x[:, None, :, None, None]).flatten(1)
 
-    def reason(*parts, name="auto", expected=1e9, **options):
+    def reason(*parts, name="auto", expected=1e9, batch_size=None, **options):
         layout = Layout(nn.Sequential(nn.Linear(7, 7), *parts, nn.Linear(7, 3)))
-        return engines.make_engine(name, layout, cross_entropy, x, y, expected, **options).reason
+        work = Workload(train_samples=expected, batch_size=batch_size)
+        return engines.make_engine(name, layout, cross_entropy, x, y, work, **options).reason
 
     loop, vmap = "loop, one client after another: ", "vmap, many clients at once: "
     unknown = (
