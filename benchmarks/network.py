@@ -84,6 +84,9 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=[], help="parity: only these")
     parser.add_argument("--minutes", type=float, default=60.0, help="hour: how long")
     parser.add_argument(
+        "--before", type=Path, help="efficiency: an older checkout with its .venv, measured in turn"
+    )
+    parser.add_argument(
         "--out", type=Path, help="where the results are kept; the repository's own place by default"
     )
     given = parser.parse_args()
@@ -100,6 +103,8 @@ def main() -> None:
             network_parity.parity(emit, folder, given.methods)
         elif given.what == "hour":
             network_soak.soak_for(emit, folder, minutes=given.minutes)
+        elif given.what == "efficiency":
+            network_links.efficiency(emit, folder, before=given.before)
         else:
             MEASUREMENTS[given.what](emit, folder)
     finally:

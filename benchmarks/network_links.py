@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -136,6 +136,7 @@ def together(
     rounds: int,
     count: int,
     inside: Callable[[int], list[str]] | None = None,
+    program: Sequence[str] = (sys.executable, __file__),
 ) -> list[dict[str, Any]]:
     """Run all nodes of a measurement as processes and return what each measured."""
     for old in [*keys.glob("raw-*"), *keys.glob("result-*")]:
@@ -144,23 +145,38 @@ def together(
     for number in range(nodes):
         prefix = inside(number) if inside else []
         numbers = [str(value) for value in (number, size, rounds, count)]
-        running.append(
-            subprocess.Popen([*prefix, sys.executable, __file__, kind, str(keys), *numbers])
-        )
+        running.append(subprocess.Popen([*prefix, *program, kind, str(keys), *numbers]))
     assert [process.wait(600) for process in running] == [0] * nodes
     return [json.loads((keys / f"result-{number}.json").read_text()) for number in range(nodes)]
 
 
-def efficiency(emit: netlab.Emit, folder: Path) -> None:
-    """Eight processes, models of 4 MB, three peers a round, in turn with the same bytes over raw TCP."""
+def efficiency(emit: netlab.Emit, folder: Path, *, before: Path | None = None) -> None:
+    """Eight processes, models of 4 MB, three peers a round, in turn with the same bytes over raw TCP.
+
+    Args:
+        emit: receives the results.
+        folder: for keys.
+        before: a checkout of an earlier version with its environment in .venv, whose nodes have
+            their turn too: 403d6c1a is the last one with Zenoh.
+    """
     nodes, size, rounds, count = 8, 4_000_000, 28, 3
     netlab.provision(folder / "keys", nodes, port=28400)
-    for kind in ("raw", "coterie") * 3:
-        found = together(kind, folder / "keys", nodes, size=size, rounds=rounds, count=count)
+    own = (folder / "keys", (sys.executable, __file__))
+    turns = [("raw", "raw", *own), ("coterie", "coterie", *own)]
+    if before is not None:
+        before = before.absolute()
+        here = before / "benchmarks"
+        python = str(before / ".venv/bin/python")
+        make = f"import netlab, pathlib; netlab.provision(pathlib.Path({str(folder / 'before')!r}), {nodes}, port=28600)"
+        subprocess.run([python, "-c", make], cwd=here, check=True)
+        program = (python, str(here / "network_links.py"))
+        turns.append(("before", "coterie", folder / "before", program))
+    for name, kind, keys, program in turns * (3 if before is None else 5):
+        found = together(kind, keys, nodes, size=size, rounds=rounds, count=count, program=program)
         times = [1000 * t for f in found for t in f["times"][WARM_UP:]]
         payload = rounds * count * size
         emit({
-            "kind": kind, "nodes": nodes, "model_bytes": size, "peers": count, "rounds": rounds - WARM_UP,
+            "kind": name, "nodes": nodes, "model_bytes": size, "peers": count, "rounds": rounds - WARM_UP,
             "median_ms": round(statistics.median(times), 1), "p90_ms": round(float(np.quantile(times, 0.9)), 1),
             "bytes_a_node": found[0]["bytes"], "overhead": round(found[0]["bytes"] / payload - 1, 6),
         })  # fmt: skip

@@ -132,10 +132,18 @@ def exchanges(results: Rows) -> TextTable:
         "more bytes",
     )
     middle = {}
-    for kind in ("raw", "coterie"):
+    names = {
+        "raw": "raw TCP, mutual TLS 1.3",
+        "coterie": "nodes",
+        "before": "nodes of 403d6c1a, over Zenoh",
+    }
+    there = {row["kind"] for row in results}
+    for kind in names.keys() & there:
         middle[kind] = statistics.median(row["median_ms"] for row in results if row["kind"] == kind)
     rows = []
-    for kind, name in (("raw", "raw TCP, mutual TLS 1.3"), ("coterie", "nodes")):
+    for kind, name in names.items():
+        if kind not in there:
+            continue
         runs = [row for row in results if row["kind"] == kind]
         rows.append((
             name,
