@@ -208,6 +208,58 @@ def test_partitions_of_flower_are_clients():
         from_datasets(FederatedDataset({"a": [3], "b": [3]}))
 
 
+_PARTITIONERS: dict[str, dict[str, object]] = {
+    "ContinuousPartitioner": {"num_partitions": 4, "partition_by": "score", "strictness": 0.5},
+    "DirichletPartitioner": {"num_partitions": 4, "partition_by": "label", "alpha": 1.0},
+    "DistributionPartitioner": {
+        "distribution_array": np.array([[1.0, 2.0], [2.0, 1.0], [1.0, 1.0], [3.0, 2.0]]),
+        "num_partitions": 4, "num_unique_labels_per_partition": 2, "partition_by": "label",
+        "preassigned_num_samples_per_label": 5,
+    },
+    "ExponentialPartitioner": {"num_partitions": 4},
+    "GroupedNaturalIdPartitioner": {"partition_by": "who", "group_size": 2},
+    "IdToSizeFncPartitioner": {"num_partitions": 4, "partition_id_to_size_fn": lambda place: place + 1},
+    "IidPartitioner": {"num_partitions": 4},
+    "InnerDirichletPartitioner": {"partition_sizes": [100] * 4, "partition_by": "label", "alpha": 1.0},
+    "LinearPartitioner": {"num_partitions": 4},
+    "NaturalIdPartitioner": {"partition_by": "who"},
+    "PathologicalPartitioner": {"num_partitions": 4, "partition_by": "label", "num_classes_per_partition": 2},
+    "ShardPartitioner": {"num_partitions": 4, "partition_by": "label", "num_shards_per_partition": 2},
+    "SizePartitioner": {"partition_sizes": [100, 50, 150, 100]},
+    "SquarePartitioner": {"num_partitions": 4},
+}  # fmt: skip
+
+
+# A warning of pyarrow about how the package sorts.
+@pytest.mark.filterwarnings("ignore:Specifying null_placement:FutureWarning")
+@pytest.mark.parametrize("name", _PARTITIONERS)
+def test_each_partitioner_of_flower_gives_its_own_rows(name):
+    """The package itself, which no extra has: its newest version does not take the newest datasets."""
+    partitioners = pytest.importorskip("flwr_datasets.partitioner")
+    datasets = pytest.importorskip("datasets")
+    drawn = np.random.default_rng(0)
+    rows = datasets.Dataset.from_dict(
+        {
+            "row": np.arange(400.0),
+            "label": drawn.integers(0, 4, 400),
+            "score": drawn.normal(size=400),
+            "who": [f"c{one}" for one in drawn.integers(0, 5, 400)],
+        }
+    )
+    partitioner = getattr(partitioners, name)(**_PARTITIONERS[name])
+    partitioner.dataset = rows
+    federation = from_datasets(partitioner, inputs="row", target="label")
+    own = [
+        sorted(partitioner.load_partition(place)["row"])
+        for place in range(partitioner.num_partitions)
+    ]
+    assert len(own) == len(federation)
+    for place, expected in enumerate(own):
+        inside = federation.x[place][federation.split[place] >= 0].flatten().tolist()
+        held = federation.tests[int(federation.test_of[place])].x.flatten().tolist()
+        assert sorted(inside + held) == expected
+
+
 def test_datasets_of_hugging_face_are_read_by_their_keys():
     datasets = pytest.importorskip("datasets", reason="the extra hub is not installed")
     features = datasets.Features(
