@@ -1,9 +1,11 @@
 """What holds blocks together: they end together, and what one sends another may not change afterwards."""
 
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import pandas as pd
 import pytest
@@ -145,3 +147,25 @@ def test_a_block_is_made_of_its_own_clients_and_of_the_tests_that_they_use(kind,
             assert part.truth.cluster.tolist() == [row % 2 for row in mine.tolist()]
         else:
             assert part.truth is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_clients_whose_data_leave_a_metric_undefined_are_those_of_one_process(tmp_path):
+    """Client 4 has test samples of one class alone: of it there is no area under a curve."""
+    data = tiny_federation()
+    tests = list(data.tests)
+    number = int(data.test_of[4])
+    own = replace(tests[number], y=torch.zeros_like(tests[number].y))
+    test_of = data.test_of.clone()
+    test_of[4] = len(tests)
+    data = replace(data, tests=(*tests, own), test_of=test_of)
+    settings = replace(tiny_settings(rounds=2), metrics=("auroc",))
+    told = []
+    for folder, run in (
+        ("whole", simulate),
+        ("parted", partial(simulate_in_blocks, blocks=[4, 2], start=ThreadBlocks.start)),
+    ):
+        run(data, Local(), model="linear", settings=settings, seed=3, folder=tmp_path / folder)
+        told.append(json.loads((tmp_path / folder / "provenance.json").read_text())["undefined"])
+    assert told[0] == told[1]
+    assert "4" in str(told[0]["auroc"])

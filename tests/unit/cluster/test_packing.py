@@ -1,5 +1,7 @@
 """Objects and modules on their way to a worker."""
 
+import importlib.util
+import os
 import sys
 
 import numpy as np
@@ -173,3 +175,16 @@ def test_modules_that_came_are_found_before_others_of_their_name(tmp_path, monke
     install_modules({"a/b/c.py": b"x"}, tmp_path / "in")
     assert sys.path[0] == str(tmp_path / "in")
     assert (tmp_path / "in/a/b/c.py").read_bytes() == b"x"
+
+
+def test_modules_are_found_in_a_folder_that_python_has_looked_into_before(tmp_path, monkeypatch):
+    """Python keeps the listing of a folder for as long as its time stays: here a second file comes at once."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    assert importlib.util.find_spec("came_later") is None
+    before = folder.stat()
+    install_modules({"came_later.py": b"WORD = 3"}, folder)
+    # As on a file system whose times are seconds.
+    os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert importlib.util.find_spec("came_later") is not None

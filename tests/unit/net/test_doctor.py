@@ -5,6 +5,7 @@ import socket
 import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,11 @@ from coterie.net import roster as rosters
 from coterie.net.doctor import check_node
 from coterie.net.head import Head, check_study
 from coterie.net.node import Node, Patience, RunSpec
+from coterie.net.outbox import Missing
+from coterie.net.post import Post
 from coterie.net.roster import Member
-from coterie.net.transport import Hub, InProcess
+from coterie.net.transport import Delivery, Hub, InProcess
+from coterie.net.wire import Manifest
 from coterie.studies import config
 from coterie.testing import tiny_federation, tiny_settings
 
@@ -318,3 +322,73 @@ def test_why_a_member_does_not_answer_is_told_apart(port, monkeypatch):
 
         monkeypatch.setattr(socket, "create_connection", fail)
         assert said in doctor.explain_silence(far)
+
+
+# ---------------------------------------------------------------- how far it looks for a shape
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    """The search, and the shapes that it has tried, of a model that has no form of 13 columns or 7 outputs."""
+    spec, tried = RunSpec(Random(), tiny_settings(), "linear", "linear"), []
+
+    def compute(self, features, outputs):
+        tried.append((features, outputs))
+        if outputs == 7 or features[0] == 13:  # no such form
+            raise ValueError
+        return f"{features} {outputs}"
+
+    monkeypatch.setattr(RunSpec, "compute_schema", compute)
+    return partial(doctor.find_shapes, spec), tried
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ("(10, 3) 1", ((10, 3), 1)),
+        ("(10, 3) 64", ((10, 3), 64)),
+        ("(10, 3) 65", None),
+        ("(1, 3) 2", ((1, 3), 2)),
+        ("(0, 3) 2", None),
+        ("(1024, 3) 2", ((1024, 3), 2)),
+        ("(1025, 3) 2", None),
+        ("(12, 3) 3", None),  # both are others
+    ],
+)
+def test_near_shapes_are_up_to_1024_columns_or_64_outputs(shapes, schema, expected):
+    find, _ = shapes
+    assert find((10, 3), 2, schema) == expected
+
+
+def test_outputs_are_tried_first_and_then_the_nearest_columns(shapes):
+    find, tried = shapes
+    assert find((3,), 2, "none") is None
+    assert tried[:64] == [((3,), n) for n in range(1, 65)]
+    assert [features[0] for features, _ in tried[64:70]] == [3, 2, 4, 1, 5, 6]
+    assert len(tried) == 64 + 1024
+
+
+def test_the_search_ends_after_ten_seconds(shapes, monkeypatch):
+    find, tried = shapes
+    times = iter([100.0, 110.0, 110.0, 110.1])
+    monkeypatch.setattr(doctor.time, "monotonic", lambda: next(times))
+    assert find((3,), 2, "none") is None
+    assert len(tried) == 2, "as long as ten seconds are not over"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate"), [((4.0, 2.0), 500.0), ((4.0, 0.0), None), ((4.0, None), None)]
+)
+def test_a_rate_is_that_of_the_second_megabyte(seconds, rate):
+    """The first one warms the link; of one that does not come, or takes no time, there is none."""
+    manifest, took, asked = object.__new__(Manifest), iter(seconds), []
+    post = object.__new__(Post)
+
+    def measure(peer, wait):
+        asked.append((peer, wait))
+        time_ = next(took)
+        return Missing("timeout") if time_ is None else Delivery(manifest, {}, 1000, time_)
+
+    post.measure_link = measure
+    assert doctor.measure_rate(post, "n1") == rate
+    assert asked == [("n1", 10.0)] * 2

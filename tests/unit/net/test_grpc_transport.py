@@ -13,6 +13,7 @@ from typing import Any
 import floods
 import grpc
 import pytest
+import torch
 from tests.outbound import settle, until
 
 from coterie.errors import TransportError
@@ -20,9 +21,20 @@ from coterie.net import grpc_server, grpc_transport, local
 from coterie.net.grpc_server import Question, read_certificate
 from coterie.net.grpc_transport import GrpcTransport, check_loopback, escape_text
 from coterie.net.outbox import Missing
-from coterie.net.payload import Refused
+from coterie.net.payload import Refused, Template
+from coterie.net.post import Post
 from coterie.net.roster import Member, Roster
-from coterie.net.wire import Address, canonical_json, read_frame, write_frame
+from coterie.net.transport import Delivery
+from coterie.net.wire import (
+    MAX_HEAD,
+    SIGNATURE,
+    Address,
+    Expectation,
+    Parcel,
+    canonical_json,
+    read_frame,
+    write_frame,
+)
 
 
 @pytest.fixture
@@ -380,3 +392,63 @@ def test_large_questions_over_many_calls_take_little_memory(tmp_path):
     before, most, _ = found["memory_mb"]
     assert most - before < 64, found
     assert found["missed"] == 0
+
+
+def test_an_answer_of_more_bytes_than_are_expected_is_refused(plain):
+    """A head is at most MAX_HEAD bytes and a signature: of one more the asker keeps nothing."""
+    a, b, _ = plain
+    most = MAX_HEAD + SIGNATURE
+    for size, fine in ((most, True), (most + 1, False)):
+        b.serve_head(lambda nonce, size=size: bytes(size))
+        found = a.ask_head("n1", "1", 10.0)
+        if fine:
+            assert found == bytes(most)
+        else:
+            assert isinstance(found, Missing)
+            assert (found.reason, found.round) == ("refused:size", None)
+            assert f"over {most} bytes" in found.text
+
+
+def test_a_message_of_another_form_is_refused_and_logged_once(plain):
+    a, b, _ = plain
+    told = []
+    a._log = lambda event, **details: told.append((event, details))
+    at = Address(0, 0, 1)
+    b.publish(at, Parcel(b"{}", bytes(SIGNATURE), b""))
+    form = Template({"params": (torch.float32, (4,))})
+    expect = Expectation("local", "n1", "n0", at, "", form, lambda *_: True)
+    found = a.fetch("n1", expect, 10.0)
+    assert isinstance(found, Missing)
+    assert found.reason.startswith("refused:")
+    assert found.text
+    settle(a)
+    ((_, details),) = [one for one in told if one[0] == "refused"]
+    assert (details["peer"], details["about"]) == ("n1", str(at))
+    assert found.reason == f"refused:{details['code']}"
+
+
+def test_a_task_that_has_ended_is_not_kept(plain):
+    """A node of years starts one at every look for a better way to a member."""
+    a, *_ = plain
+
+    async def start(count):
+        for _ in range(count):
+            a.start_task(asyncio.sleep(0))
+
+    a._run(start(100))
+    until(lambda: not a._serving["n0"])
+
+
+def test_a_link_is_measured_with_a_mebibyte_of_zeros(port):
+    who, keys = local.make_members([[0], [1]], port=port)
+    nodes = [GrpcTransport(who, f"n{number}", None) for number in range(2)]
+    posts = [Post(node, who, local.make_signer(key)) for node, key in zip(nodes, keys, strict=True)]
+    try:
+        posts[1].serve_probe()
+        found = posts[0].measure_link("n1", 10.0)
+        assert isinstance(found, Delivery)
+        assert torch.equal(found.tensors["probe"], torch.zeros(1_048_576, dtype=torch.uint8))
+        assert 1_048_576 < found.bytes < 1_048_576 + 4096
+    finally:
+        for part in (*posts, *nodes):
+            part.close()

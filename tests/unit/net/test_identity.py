@@ -159,11 +159,13 @@ def test_names_are_made_of_few_characters(name, tmp_path):
         ("192.0.2.7:7447", "192.0.2.7"),
         ("[2001:db8::1]:7447", "2001:db8::1"),
         ("node.example.org:1", "node.example.org"),
+        ("node.example.org:65535", "node.example.org"),
         ("Node-3.Example.ORG:7447", "node-3.example.org"),
         ("[2001:DB8:0:0::1]:7447", "2001:db8::1"),
     ],
 )
 def test_addresses(address, host):
+    assert str(identity.split_address(address)[1]) == address.rpartition(":")[2]
     assert identity.split_address(address)[0] == host
 
 
@@ -180,6 +182,12 @@ def test_addresses(address, host):
         "a b:1",
         "[x]:1",
         "h:+1",
+        "h:01",
+        "h:65536",
+        "h:100000",
+        "[::1:7447",
+        "::1]:7447",
+        "[]:7447",
     ],
 )
 def test_what_is_no_address_is_refused(address):

@@ -1,5 +1,7 @@
 """Rounding is no alarm of the check of the translation, however large it is in a net, and a fault is one."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -112,7 +114,7 @@ def make_data(net, kind="usual", seed=0, dtype="float32"):
     return coterie.from_arrays(x, stream.integers(0, 4, 60), clients=np.arange(60) // 20)
 
 
-def build(net, data, seed=0, engine="loop", dtype="float32") -> Task:
+def build(net, data, seed=0, engine="loop", dtype: Any = "float32") -> Task:
     with Rng(seed).temporary_torch_seed("test"):
         module = NETS[net][0]()
     local = LocalTraining(batch_size=BATCH)
@@ -197,7 +199,9 @@ def test_a_fault_is_named_however_large_rounding_is(monkeypatch, net, engine, ki
 def test_another_momentum_of_a_batch_normalization_is_named(net):
     data = make_data(net, "offset")
     task = build(net, data)
-    for part in task.model.make.modules():  # the given module, which trains as it was a moment ago
+    module = task.model.make
+    assert isinstance(module, nn.Module)
+    for part in module.modules():  # the given module, which trains as it was a moment ago
         if isinstance(part, nn.BatchNorm2d):
             part.momentum = 0.101
     with pytest.raises(TranslationError, match=r"buffer .*running_"):
