@@ -7,7 +7,7 @@ plan and its repetition agree anywhere.
 """
 
 import json
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -79,7 +79,7 @@ class PlanWork(Generic[K]):
         return found
 
 
-def load_choices(folder: Path, labels: Sequence[str]) -> dict[str, EngineChoice]:
+def load_choices(folder: Path) -> dict[str, EngineChoice]:
     """Return the engines that the study in a folder has begun with, by label.
 
     A study that is continued, with more seeds too, keeps them. One that was begun before plans
@@ -89,10 +89,10 @@ def load_choices(folder: Path, labels: Sequence[str]) -> dict[str, EngineChoice]
         stored = json.loads((folder / FILE).read_text("utf-8"))
         return {label: EngineChoice(**one) for label, one in stored.items()}
     found = {}
-    for label in labels:
-        for run in sorted((folder / label).glob("seed-*")):
-            if name := checkpoint.load_engine_name(run):
-                found.setdefault(label, EngineChoice(name, checkpoint.load_engine_reason(run)))
+    for run in sorted(folder.glob("*/seed-*")):
+        if name := checkpoint.load_engine_name(run):
+            choice = EngineChoice(name, checkpoint.load_engine_reason(run))
+            found.setdefault(run.parent.name, choice)
     return found
 
 

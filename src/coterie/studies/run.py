@@ -367,9 +367,8 @@ def run_studies(
             _check_data(study, folder / point, data)
         plan.check_methods(point, data, work)
         if resume:
-            labels = [entry.label for entry in study.methods]
-            for label, choice in engine_choice.load_choices(folder / point, labels).items():
-                engines[point, label] = choice
+            stored = engine_choice.load_choices(folder / point)
+            engines |= {(point, label): choice for label, choice in stored.items()}
         described[point] = _describe_data(data)
         schema = TableSchema.from_federation(data)
         if schema is not None:

@@ -262,7 +262,8 @@ def tune_study(
             grids = wider
     chosen = [choices[entry.label] for entry in study.methods]
     found = tuple(trials[job] for job in jobs)
-    return TuningResult(_apply_choices(study, chosen), chosen, found)
+    tuned = _apply_choices(study, {choice.label: choice.point for choice in chosen})
+    return TuningResult(replace(tuned, name=f"{study.name}-tuned", tune={}), chosen, found)
 
 
 def _plan_rungs(
@@ -439,15 +440,6 @@ def _find_validation_values(metrics: pd.DataFrame, model: str) -> tuple[str, pd.
     return metric, rows.loc[(rows["metric"] == metric).to_numpy()].groupby("client")["value"].last()
 
 
-def _apply_point(study: StudyConfig, label: str, point: Point) -> StudyConfig:
-    # Undecided: a preset of the method sets its values again after the choice.
-    content = config.make_study_table(study, decided=False)
-    for key, value in point:
-        # Quoted, because a label may have dots and spaces.
-        config.set_path(content, f"methods.{json.dumps(label)}.{key}", value)
-    return config.parse_study(content)
-
-
 def _make_method_grid(
     study: StudyConfig, label: str, grid: Mapping[str, Sequence[Any]]
 ) -> dict[str, tuple[Any, ...]]:
@@ -539,10 +531,14 @@ def _extend_axis(values: tuple[Any, ...], chosen: Any) -> tuple[Any, ...]:
     return (*values, new) if sensible and new not in values else values
 
 
-def _apply_choices(study: StudyConfig, choices: Sequence[Choice]) -> StudyConfig:
-    for choice in choices:
-        study = _apply_point(study, choice.label, choice.point)
-    return replace(study, name=f"{study.name}-tuned", tune={})
+def _apply_choices(study: StudyConfig, choices: Mapping[str, Point]) -> StudyConfig:
+    # Undecided: a preset of a method sets its values again after the choice.
+    content = config.make_study_table(study, decided=False)
+    for label, point in choices.items():
+        for key, value in point:
+            # Quoted, because a label may have dots and spaces.
+            config.set_path(content, f"methods.{json.dumps(label)}.{key}", value)
+    return config.parse_study(content)
 
 
 def resume_plan(

@@ -368,7 +368,7 @@ def test_a_grid_of_presets_tries_what_each_says():
     """The chosen preset is written with all that it decides; a run of it is what the trial was."""
     study = config.parse_study_text(STUDY + '[[methods]]\nkind = "fedgwc"\n')
     for preset in ("coterie", "released"):
-        tried = tune._apply_point(study, "fedgwc", (("preset", preset),))
+        tried = tune._apply_choices(study, {"fedgwc": (("preset", preset),)})
         found = with_published_options(tried.find_method("fedgwc").method)
         assert found == PublishedFedGwc(preset=preset)
         assert config.parse_study_text(config.format_study(tried)) == tried
