@@ -189,7 +189,7 @@ def whole_runs(results: Rows) -> TextTable:
 
 TABLES: dict[str, Callable[[Rows], TextTable]] = {
     "engines": engines, "thousand": engines, "machine": engines, "models": models, "models-avx512": models,
-    "network": exchanges, "whole-runs": whole_runs,
+    "network": exchanges, "short-runs": whole_runs, "whole-runs": whole_runs,
 }  # fmt: skip
 
 
