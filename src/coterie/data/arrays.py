@@ -561,6 +561,14 @@ def _list_by_client(datasets: Any) -> Mapping[Any, Any]:
     found = datasets if isinstance(datasets, Mapping) else dict(enumerate(datasets))
     if not found:
         raise DataError("there are no datasets; expected one for each client")
+    seen: dict[str, Any] = {}
+    for client in found:
+        other = seen.setdefault(str(client), client)
+        if other != client:  # ids are text in the end
+            raise DataError(
+                f"the clients {other!r} and {client!r} are both called {str(client)!r}; expected "
+                "another name for each: join their data if they are one"
+            )
     return found
 
 

@@ -359,7 +359,7 @@ def number_clients(
     else:
         found, owner = _sort_clients(owners.tolist())
     names = () if found == list(range(len(found))) else tuple(map(str, found))
-    warn_about_lookalikes(names, "clients")
+    warn_about_lookalikes(names, "clients", with_case=True)
     columns = {"client": torch.from_numpy(owner)}
     if clusters is None:
         return columns, names

@@ -1,5 +1,6 @@
 """A folder of images by client: `path/CLIENT/CLASS/picture.png`."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +159,22 @@ def _load_pictures(
 
 def _list_folders(path: Path) -> list[Path]:
     # Sorted, because file systems list in any order; hidden folders are those of tools.
-    return sorted(one for one in path.iterdir() if one.is_dir() and not one.name.startswith("."))
+    seen = sorted(one for one in path.iterdir() if not one.name.startswith("."))
+    for one in seen:
+        if one.is_symlink():
+            _require_way_on(one)
+    return [one for one in seen if one.is_dir()]
+
+
+def _require_way_on(link: Path) -> None:
+    """Refuse a link that leads nowhere, or to a folder that it is in, whose names would be classes."""
+    found = os.path.realpath(link)
+    # What is a loop of links has no real path, and does not exist.
+    if not link.exists() or Path(os.path.realpath(link.parent)).is_relative_to(found):
+        raise DataError(
+            f"{link} is a link to {os.readlink(link)!r}, which is not there or is a folder that the "
+            "link is in; expected a link to a folder elsewhere: remove it"
+        )
 
 
 def _list_pictures(path: Path) -> list[Path]:

@@ -394,3 +394,15 @@ def test_deep_pictures_of_a_dataset_are_numbers_and_palettes_are_colors():
     palette = Image.new("RGB", (3, 3), (200, 10, 30)).convert("P", palette=Image.Palette.ADAPTIVE)
     colors = from_datasets([Pairs([(palette, 0), (palette, 1)] * 3)])
     assert colors.x[0, 0, :, 0, 0].tolist() == [200, 10, 30]
+
+
+@pytest.mark.parametrize("ids", [(1, "1"), ("2.0", 2.0), ("a", 7, "7")])
+def test_clients_that_are_one_as_text_are_refused_and_not_joined(ids):
+    made = {client: TensorDataset(torch.rand(6, 3), torch.arange(6) % 2) for client in ids}
+    one, other = ids[-2:]
+    with pytest.raises(DataError, match=f"clients {one!r} and {other!r} are both called '{one}'"):
+        from_datasets(made)
+    usual = {client: made[client] for client in ids[:-1]}
+    usual["another"] = made[ids[-1]]
+    with pytest.raises(DataError, match="are both called"):
+        from_datasets(usual, test=made)

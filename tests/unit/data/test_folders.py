@@ -127,3 +127,26 @@ def test_a_folder_that_is_not_there_or_empty_is_refused(tmp_path):
         from_folder(tmp_path)
     with pytest.raises(ConfigError, match="size and transform are both given"):
         from_folder(tmp_path, size=3, transform=lambda image: image)
+
+
+@pytest.mark.parametrize(
+    ("place", "target"),
+    [
+        ("loop", "loop"),
+        ("gone", "nowhere"),
+        ("all", "."),
+        ("Åre/loop", "loop"),
+        ("Åre/up", ".."),
+        ("Åre/same", "../Åre"),
+    ],
+)
+def test_a_link_in_a_circle_or_to_nothing_is_no_client_and_no_class(folder, place, target):
+    (folder / place).symlink_to(target)
+    with pytest.raises(DataError, match=rf"{place} is a link to '{target}', which is not there or"):
+        from_folder(folder)
+
+
+def test_a_link_to_a_folder_elsewhere_is_a_client(folder, tmp_path):
+    (folder / "Zürich").rename(tmp_path / "elsewhere")
+    (folder / "Zürich").symlink_to(tmp_path / "elsewhere")
+    assert from_folder(folder).client_names == ("Zürich", "Åre")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn import functional
 
+import coterie
 from coterie.engine._loop import LoopEngine
 from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
 from coterie.engine.native.traced import TracedProgram
@@ -606,3 +607,28 @@ def test_targets_that_several_losses_fit_need_one_to_be_set(targets, said):
 def test_targets_are_whole_or_numbers_as_the_loss_takes_them(loss, whole, number):
     assert cast_targets(loss, torch.ones(2, dtype=torch.int32), torch.float64).dtype == whole
     assert cast_targets(loss, torch.ones(2, dtype=torch.float32), torch.float64).dtype == number
+
+
+@pytest.mark.parametrize(
+    "engine", ["loop", "vmap", pytest.param("compiled", marks=pytest.mark.full)]
+)
+def test_a_loss_of_ones_own_over_few_test_samples_is_that_of_plain_pytorch(engine):
+    """Test sets of 1, 3 and 7 samples: the reported loss is the mean of the function over these."""
+    stream = torch.Generator().manual_seed(0)
+    x, sizes = torch.randn(60 + 11, 5, generator=stream), (1, 3, 7)
+    y = torch.arange(len(x)) % 3
+    owners = [client for client, size in enumerate(sizes) for _ in range(size)]
+    data = coterie.from_arrays(
+        x[:60], y[:60], clients=[i // 20 for i in range(60)], test=(x[60:], y[60:], owners)
+    )
+    settings = coterie.Settings(rounds=2, engine=engine, loss=focal)
+    run = coterie.simulate(data, coterie.Local(), model=nn.Linear(5, 3), settings=settings)
+    final = run.metrics[(run.metrics["split"] == "test") & (run.metrics["metric"] == "loss")]
+    for client, size in enumerate(sizes):
+        found = final[final["client"] == client].iloc[-1]["value"]
+        own = torch.tensor(owners) == client
+        module = run.model(client)
+        with torch.no_grad():
+            expected = float(focal(module(x[60:][own]), y[60:][own]).mean())
+        assert int(own.sum()) == size
+        assert found == pytest.approx(expected, rel=1e-5)
