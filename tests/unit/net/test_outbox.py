@@ -194,3 +194,43 @@ def test_how_far_each_reader_was_behind_at_its_newest_question_is_known(outbox, 
     ask(outbox, "c", at(10))
     ask(outbox, "d", Address(1, 0, 0, "request"))
     assert outbox.lags == {"a": (0, 5.0), "b": (5, 6.0), "c": (-1, 6.0)}
+
+
+def test_a_standing_message_that_is_larger_than_the_room_is_answered(outbox, monkeypatch):
+    monkeypatch.setattr("coterie.net.outbox.KEEP_SEALED", 10)
+    outbox.publish_standing(at(0), lambda address: parcel("large"))
+    for round in (0, 1):
+        assert ask(outbox, "b", at(round)) == [parcel("large")]
+        outbox.note_sent("b")
+    assert list(outbox._sealed) == [at(1)], "the newest one"
+
+
+def test_messages_of_exactly_the_room_are_kept(outbox, monkeypatch):
+    """Three rounds of 76 bytes and a larger one: what is over is forgotten beyond the two newest rounds."""
+    size = parcel("m").size
+    monkeypatch.setattr("coterie.net.outbox.KEEP_BYTES", 3 * size)
+    for round in range(4):
+        outbox.publish(at(round), parcel("m"))
+    assert outbox.current_load == (3, 0)
+    monkeypatch.setattr("coterie.net.outbox.KEEP_BYTES", 3 * size - 1)
+    outbox.publish(at(4), parcel("m"))
+    assert outbox.current_load == (2, 0)
+
+
+def test_a_question_ends_when_its_time_is_over_and_not_before(outbox, clock):
+    outbox.publish(at(3), parcel("three"))
+    waits = ask(outbox, "b", at(4), wait=2.0)
+    clock.now = 1.999
+    assert outbox._take_due() == []
+    clock.now = 2.0
+    ((answer, found),) = outbox._take_due()
+    assert found == Missing("not_ready", 3)
+    assert waits == []
+    answer(found)
+    assert waits == [Missing("not_ready", 3)]
+
+
+def test_a_round_that_nobody_published_is_over_when_a_later_one_is_there(outbox):
+    outbox.publish(at(3), parcel("three"))
+    assert ask(outbox, "b", at(2)) == [Missing("gone", 3)]
+    assert ask(outbox, "b", at(3, client=5)) == [], "of this round it may still come"

@@ -23,7 +23,6 @@ from coterie.net.wire import Address
 
 MODEL = torch.tensor([0.1234, 5.678, 9.1011, 12.1314])
 AT = Address(0, 0, 1)
-pytestmark = pytest.mark.full
 
 
 @pytest.fixture
@@ -99,6 +98,7 @@ def test_a_relay_that_reads_sees_neither_questions_nor_answers(net, monkeypatch)
     assert hello[hello.index(b"\x00\x33") + 4 :][:2] == b"\x11\xec"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["a bit", "again", "one less", "the order"])
 def test_what_a_relay_changes_never_arrives(what, net, monkeypatch):
     """From the third part on: a bit, a part again, a part left out, two parts in another order."""
@@ -216,6 +216,7 @@ def test_a_relay_is_no_member_and_gets_no_answer(net):
     assert net.nodes["n1"].turned_away == {"not_on_roster": 1}
 
 
+@pytest.mark.full
 def test_a_relay_that_calls_for_nobody_costs_a_member_no_more_than_a_bound(net):
     """A thousand numbers of no tunnel: each is called back once, in vain; what is no number is not."""
     relay, node = net.relays["r0"], net.nodes["n1"]
@@ -236,6 +237,7 @@ def test_a_relay_that_calls_for_nobody_costs_a_member_no_more_than_a_bound(net):
     assert torch.equal(fetch(net, 30.0).tensors["params"], MODEL)
 
 
+@pytest.mark.full
 def test_a_relay_that_drops_or_delays_is_harmless(net, monkeypatch):
     async def late(number, data):
         await asyncio.sleep(0.05)
@@ -273,6 +275,7 @@ def test_a_member_has_so_many_tunnels_and_no_more(net):
     assert torch.equal(fetch(net).tensors["params"], MODEL)
 
 
+@pytest.mark.full
 def test_a_reader_that_does_not_read_stops_who_sends(net, monkeypatch):
     """n1 writes into a tunnel that n0 does not read: it may write some hundred kilobytes more than are read."""
     relay, sent = net.relays["r0"], 0

@@ -18,8 +18,6 @@ from coterie.net.outbox import Missing
 from coterie.net.tunnel import Switchboard
 from coterie.net.wire import Address
 
-pytestmark = pytest.mark.full
-
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
@@ -49,6 +47,7 @@ def test_a_member_is_reached_by_its_own_stream_where_it_dials_and_no_relay_is_ne
     assert net.roster.has_way("n1", "n0")
 
 
+@pytest.mark.full
 def test_the_link_on_which_a_member_is_reached_is_not_closed_where_no_relay_stands_in(
     tmp_path, port, stack, monkeypatch
 ):
@@ -74,6 +73,7 @@ def test_a_tunnel_by_a_relay_gives_way_to_the_members_own_stream(
     assert not relay._open
 
 
+@pytest.mark.full
 def test_one_of_two_relays_may_die_and_the_other_is_started_again(tmp_path, port, stack):
     net = Net(stack, tmp_path, 2, port=port, outbound=(0, 1), relays=2)
     assert net.ask("n0", "n1") == b"n1 1"
@@ -85,6 +85,7 @@ def test_one_of_two_relays_may_die_and_the_other_is_started_again(tmp_path, port
     assert net.ask("n0", "n1", 30.0) == b"n1 1"
 
 
+@pytest.mark.full
 def test_a_message_is_asked_for_again_while_only_the_way_is_lost(tmp_path, port, stack):
     """The relay ends while n1 holds n0's question, and comes back; the question is answered in the same call."""
     net = Net(stack, tmp_path, 2, port=port, outbound=(0, 1), relays=1)
@@ -103,6 +104,7 @@ def test_a_message_is_asked_for_again_while_only_the_way_is_lost(tmp_path, port,
     assert torch.equal(box[0].tensors["params"], torch.arange(4.0))
 
 
+@pytest.mark.full
 def test_a_member_that_is_gone_is_no_lost_way(tmp_path, port, stack, monkeypatch):
     monkeypatch.setattr(tunnel, "_SETTLE", 0.5)
     net = Net(stack, tmp_path, 2, port=port, outbound=(0, 1), relays=1)

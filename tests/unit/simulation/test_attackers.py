@@ -77,6 +77,13 @@ def test_who_cannot_attack_is_told_in_a_line(attacks, told):
     assert "\n" not in str(error.value)
 
 
+def test_one_attacker_is_enough_and_two_honest_clients_too():
+    """Of ten clients a tenth, one, and eight."""
+    for share, count in ((0.1, 1), (1, 1), (8, 8)):
+        (rows,) = groups(Attack("noise", share))
+        assert len(rows) == len(set(rows)) == count
+
+
 def test_labels_flip_in_the_training_data_of_those_who_flip_them_alone():
     data = tiny_federation(4, classes=3)
     attack = Attack("label-flip", [1])

@@ -80,6 +80,10 @@ def test_servers_second_models_and_training_first_take_further_copies():
     assert _memory.count_model_copies(server=True, **{**whole, "tracks": 2}) == 3
     assert _memory.count_model_copies(server=True, **{**whole, "whole": False}) == 0
     assert _memory.count_model_copies(server=False, **{**whole, "train_first": True}) == 2
+    assert _memory.count_model_copies(server=True, **{**whole, "tracks": 4}) == 7
+    for server, copies in ((True, 1), (False, 0)):
+        count = _memory.count_model_copies(server=server, **whole, narrowed=True)
+        assert count == copies + 2, "what is sent and received apart from the models"
 
 
 def test_a_block_has_its_share_of_what_clients_remember_and_all_that_a_server_keeps():
