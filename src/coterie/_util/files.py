@@ -104,7 +104,8 @@ def check_replaceable(path: str | Path, beginning: bytes) -> None:
         begins = file.read(len(beginning))
     if begins != beginning:
         raise ConfigError(
-            f"{show_path(path)} exists and is another kind of file; choose another name, or remove it"
+            f"{show_path(path)} exists and is another kind of file; choose another name, or remove "
+            "it"
         )
 
 

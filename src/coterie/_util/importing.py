@@ -53,8 +53,8 @@ def import_object(path: str, what: str, package: str = "") -> Any:
 def compute_module_digest(module: str) -> str:
     """Return a digest of the code that an import path of a module runs here, comments aside.
 
-    It is "" for Coterie's own modules, for installed ones, which have versions, and where no file of
-    Python code is found.
+    It is "" for Coterie's own modules, for installed ones, which have versions, and where no file
+    of Python code is found.
     """
     # What was imported runs on, whatever its file holds by now.
     if module in sys.modules and module in _imported_code:
@@ -171,8 +171,8 @@ def find_import_path(found: Any, what: str) -> str:
     path = f"{module}:{name}"
     if name is None:
         raise ConfigError(
-            f"{what} is an object, {found!r}; expected a name, or a class or function that is defined "
-            "at the top of a module: settings of one stand next to its kind, such as "
+            f"{what} is an object, {found!r}; expected a name, or a class or function that is "
+            "defined at the top of a module: settings of one stand next to its kind, such as "
             "{'kind': NAME, 'option': 1}"
         )
     # "<locals>" and "<lambda>" are in names that no import reaches.

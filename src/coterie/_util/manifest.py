@@ -122,5 +122,7 @@ def _load_manifest(folder: Path) -> _Digests:
 
 
 def _write_manifest(folder: Path, listed: _Digests) -> None:
-    lines = [f"{digest}  {name}\n" for name in sorted(listed) for digest in sorted(listed[name])]
+    lines = []
+    for name in sorted(listed):
+        lines += [f"{digest}  {name}\n" for digest in sorted(listed[name])]
     write_atomically(folder / FILE, "".join(lines).encode())

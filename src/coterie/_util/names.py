@@ -29,10 +29,10 @@ def distinguish_clients(names: Mapping[int, str], clients: Iterable[int]) -> dic
     """
     shown = {client: format_client(names, client) for client in clients}
     count = Counter(shown.values()) + Counter(("all", "clusters"))
-    return {
-        client: text if count[text] == 1 else f"{text} (client {client})"
-        for client, text in shown.items()
-    }
+    for client, text in shown.items():
+        if count[text] > 1:
+            shown[client] = f"{text} (client {client})"
+    return shown
 
 
 def format_clients(names: Mapping[int, str], clients: Iterable[int], most: int = 5) -> str:

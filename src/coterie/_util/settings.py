@@ -154,11 +154,9 @@ def format_brief(value: Configurable) -> str:
 
 def required_fields(cls: type[Any]) -> set[str]:
     """Return the fields of a dataclass that have no default."""
-    return {
-        f.name
-        for f in fields(cls)
-        if f.init and f.default is MISSING and f.default_factory is MISSING
-    }
+    given = [f for f in fields(cls) if f.init]
+    needed = [f for f in given if f.default is MISSING and f.default_factory is MISSING]
+    return {f.name for f in needed}
 
 
 def parse_settings(cls: type[T], table: Mapping[str, object], where: str) -> T:
@@ -333,7 +331,7 @@ def describe_hint(hint: Any, *, many: bool = False) -> str:
 
 
 def _describe_range(bounds: Sequence[Any]) -> str:
-    if [type(bound) for bound in bounds] == [Ge, Le]:
+    if list(map(type, bounds)) == [Ge, Le]:
         return f"from {bounds[0].ge} to {bounds[1].le}"
     return " and ".join(_BOUNDS[type(bound)][1].format(bound) for bound in bounds)
 
