@@ -20,6 +20,7 @@ from typing import Any
 
 from coterie import __version__
 from coterie._util.lines import LineFile
+from coterie._util.mappings import drop_keys, select_keys
 from coterie.net.outbox import Missing
 from coterie.net.payload import tensor_names
 from coterie.net.roster import Roster
@@ -27,8 +28,10 @@ from coterie.net.transport import Delivery
 from coterie.net.wire import SIGNATURE, Address, Parcel
 
 FILE = "audit.log"
+# As long as any hash of a line, so that the field has one form in all lines.
 NOTHING = "0" * 64
 """The `prev` of a chain's first line."""
+# `_find_end` reads the newest file whole, at every start.
 MAX_BYTES = 64 * 1024 * 1024
 """A larger file is renamed to audit-NNNNNN.log after a round; the next one continues the chain."""
 FORMAT = 1
@@ -260,6 +263,7 @@ class Audit:
             # Synced before the node stores the round: no stored round is missing in the log.
             self._lines.sync()
             if self._lines.size > self._max:
+                # Between rounds only: a round's lines and its head lie in one file.
                 self._rotate_file()
                 self._begin_file("file")
 
@@ -277,10 +281,9 @@ class Audit:
 
     def record_roster(self, roster: Roster, **details: Any) -> None:
         """Write which roster counts from now on: members, keys, clients."""
-        members = {
-            m.name: {"key": m.key, "subject": m.subject, "clients": list(m.clients)}
-            for m in roster.members
-        }
+        members = {}
+        for m in roster.members:
+            members[m.name] = {"key": m.key, "subject": m.subject, "clients": list(m.clients)}
         self._roster = {
             "version": roster.version,
             "issued": roster.issued,
@@ -350,15 +353,12 @@ class Audit:
         # A refused message with `about` is written by `record_delivery` already.
         if not (grave or event in _ALWAYS) or (event == "refused" and "about" in details):
             return
-        key = {
-            name: details[name] for name in ("peer", "reason", "code", "source") if name in details
-        }
-        rest = {
-            name: value for name, value in details.items() if name not in key and name != "times"
-        }
-        rest = {
-            name: value[:_TEXT] if isinstance(value, str) else value for name, value in rest.items()
-        }
+        key = select_keys(details, ("peer", "reason", "code", "source"))
+        # The key and the number of times have a place of their own in the line.
+        rest = drop_keys(details, {*key, "times"})
+        for name, value in rest.items():
+            if isinstance(value, str):
+                rest[name] = value[:_TEXT]
         self.write_once(event, key, int(details.get("times", 1)), **rest)
 
     # ------------------------------------------------------------------ the end

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from coterie._util.mappings import drop_empty
 from coterie.errors import ConfigError, CoterieError
 from coterie.net import audit, identity
 from coterie.net.outbox import KEEP
@@ -87,10 +88,9 @@ class Equivocation:
 
     def make_document(self) -> dict[str, Any]:
         """Return the proof as plain values: all that somebody needs who has the public key."""
-        signed = [
-            {"manifest": manifest, "signature": signature, "log": node}
-            for manifest, signature, node in self.found
-        ]
+        signed = []
+        for manifest, signature, node in self.found:
+            signed.append({"manifest": manifest, "signature": signature, "log": node})
         about = {"proof": "equivocation", "run": self.run, "member": self.member, "key": self.key}
         return {**about, "signed": signed}
 
@@ -256,24 +256,23 @@ def compare_logs(a: Report, b: Report) -> tuple[list[str], list[str]]:
             sender.traffic_with(reader.node).sent,
             reader.traffic_with(sender.node).received,
         )
-        to_all = {
-            (key, digest) for of in sender.traffic.values() for key, digest in of.sent.items()
-        }
+        to_all = set()
+        for of in sender.traffic.values():
+            to_all |= of.sent.items()
         who = f"{reader.node} received from {sender.node}"
         unknown = [key for key, at in received.items() if at.key not in sender.own_keys]
         if unknown:
             # Whose key it is, the reader's log alone says.
             unsettled.append(
-                f"{_format_count(unknown)} that {who} are under a key that {sender.node}'s log does "
-                f"not have; --roster says whose it is: {_describe_message(unknown[0])}"
+                f"{_format_count(unknown)} that {who} are under a key that {sender.node}'s log "
+                f"does not have; --roster says whose it is: {_describe_message(unknown[0])}"
             )
         received = {key: at for key, at in received.items() if at.key in sender.own_keys}
         # A message that others got too may have been passed on by one of them.
-        lacking = [
-            key
-            for key, found in received.items()
-            if key not in sent and (key, found.digest) not in to_all
-        ]
+        lacking = []
+        for key, found in received.items():
+            if key not in sent and (key, found.digest) not in to_all:
+                lacking.append(key)
         other = [key for key, at in received.items() if key in sent and sent[key] != at.digest]
         reasons = {key: _explain_gap(sender, key) for key in lacking}
         certain = [key for key in lacking if not reasons[key]]
@@ -328,7 +327,9 @@ def find_equivocations(
         reports: of logs of any runs.
         rosters: rosters of the organizer, with verified signatures.
     """
-    given = {(r.run, m.name, m.key) for r in rosters for m in r.members}
+    given = set()
+    for roster in rosters:
+        given |= {(roster.run, m.name, m.key) for m in roster.members}
     first: dict[tuple[str, str, str, _Key], tuple[Report, Receipt]] = {}
     found: dict[tuple[str, str, str, _Key], Equivocation] = {}
     for report in reports:
@@ -357,11 +358,12 @@ def count_changed_by_restarts(reports: Sequence[Report]) -> dict[str, int]:
         for member, of in report.traffic.items():
             for (incarnation, *address), at in of.received.items():
                 where = report.run, member, tuple(address)
-                digests.setdefault(where, {}).setdefault(incarnation, at.digest)  # type: ignore[arg-type]
+                by_start = digests.setdefault(where, {})  # type: ignore[arg-type]
+                by_start.setdefault(incarnation, at.digest)
     out: Counter[str] = Counter()
     for (_, member, _), by_start in digests.items():
         out[member] += len(set(by_start.values())) > 1
-    return {member: number for member, number in out.items() if number}
+    return drop_empty(out)
 
 
 def find_overlapping_starts(reports: Sequence[Report]) -> dict[str, str]:
@@ -381,6 +383,7 @@ def find_overlapping_starts(reports: Sequence[Report]) -> dict[str, str]:
         late, reader, earlier = -math.inf, "", 0  # the newest message of all earlier starts
         for incarnation, times in sorted(starts.items()):
             began, other = min(times)
+            # By less the two clocks alone may differ.
             if late - began > _SKEW:
                 out[member] = (
                     f"{member} signed as its start {earlier} for {reader} after it had signed as "
@@ -393,7 +396,7 @@ def find_overlapping_starts(reports: Sequence[Report]) -> dict[str, str]:
 
 
 def _agree_on_key(reports: Sequence[Report], run: str, member: str, key: str) -> bool:
-    """Whether no log has another key of a member in a version that another log has with this one."""
+    """Whether no log has another key of a member, in a version that another has with this one."""
     named = [r.keys for r in reports if r.run == run]
     versions = set()
     for keys in named:
@@ -415,10 +418,11 @@ def _read_signed(at: Receipt) -> tuple[str, str]:
 def count_lost(a: Report, b: Report) -> int:
     """Return how many messages between two nodes were sent but not received."""
     pairs = ((a, b), (b, a))
-    return sum(
-        len(x.traffic_with(y.node).sent.keys() - y.traffic_with(x.node).received.keys())
-        for x, y in pairs
-    )
+    lost = 0
+    for x, y in pairs:
+        sent, received = x.traffic_with(y.node).sent, y.traffic_with(x.node).received
+        lost += len(sent.keys() - received.keys())
+    return lost
 
 
 def _format_count(keys: Sequence[_Key]) -> str:
@@ -480,9 +484,8 @@ class _LogReader:
                 "somebody else made the lines"
             )
         if self._given and not report.confirmed and not report.problems:
-            given, found = (
-                ", ".join(map(str, sorted(versions))) for versions in (self._given, report.rosters)
-            )
+            given = ", ".join(map(str, sorted(self._given)))
+            found = ", ".join(map(str, sorted(report.rosters)))
             report.problems.append(
                 f"it has versions {found or 'none'} of the roster; given was {given}"
             )

@@ -103,6 +103,7 @@ def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
         left = own.certificate.not_valid_after_utc - datetime.now(UTC)
         report(
             f"{own.name}: key and certificate belong together; valid for {left.days} days",
+            # Two days, as for the certificates of the others in `roster.check_file`.
             left.days >= 2,
         )
         roster = rosters.load(file.resolve_path(file.roster), file.resolve_path(file.organizer))
@@ -124,10 +125,9 @@ def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
         federation = nodefile.load_own_rows(
             file, study, roster.member(own.name).clients, roster.population
         )
-        samples = {
-            split: federation.count_samples(split).tolist() for split in ("train", "validation")
-        }
-        report(f"data: {samples['train']} training and {samples['validation']} validation samples")
+        training = federation.count_samples("train").tolist()
+        validation = federation.count_samples("validation").tolist()
+        report(f"data: {training} training and {validation} validation samples")
     except CoterieError as error:
         report(str(error), False)
         return None
@@ -308,8 +308,10 @@ def find_shapes(
     near = sorted(range(1, _NEAR), key=lambda n: abs(n - features[0]))
     # Numbers of outputs first: there are few that anybody has.
     shapes = [(features, n) for n in range(1, 65)]
+    # Then numbers of columns, the nearest first: a table mostly differs by a column or two.
     shapes += [((n, *features[1:]), outputs) for n in near]
     for shape, number in shapes:
+        # Each shape makes a model to be hashed, and large ones take long.
         if time.monotonic() > until:
             return None
         try:
@@ -332,18 +334,22 @@ def check_relay(relay: Member) -> tuple[str, bool]:
 def explain_silence(member: Member) -> str:
     """Say why a member does not answer at its address, as far as a connection shows it."""
     if member.is_outbound:
-        return "it has opened no stream to this node or to a relay: it does not run, or cannot dial out"
+        return (
+            "it has opened no stream to this node or to a relay: it does not run, or cannot dial "
+            "out"
+        )
     host, port = member.host_and_port
     try:
         with socket.create_connection((host, port), timeout=_CONNECT):
             return (
-                "its port is open, but it does not answer as this member: another program, an older "
-                "roster, or a device in between that opens TLS"
+                "its port is open, but it does not answer as this member: another program, an "
+                "older roster, or a device in between that opens TLS"
             )
     except socket.gaierror:
         return f"the host name {host} is not known here: DNS"
     except TimeoutError:
-        return f"no connection within {_CONNECT:.0f} s: a firewall drops packets, or the machine is off"
+        why = "a firewall drops packets, or the machine is off"
+        return f"no connection within {_CONNECT:.0f} s: {why}"
     except ConnectionRefusedError:
         return "nothing listens there: the machine is on, and its node or rehearsal does not run"
     except OSError as error:
@@ -363,6 +369,7 @@ def _estimate_round(node: Node, rates: list[float]) -> str:
     """Estimated time of a round: one local training, measured, and the transfers of its models."""
     task, started = node.task, time.perf_counter()
     params = task.initial_models(Rng(0))
+    # With a stream of its own: nothing of the run is drawn or changed.
     task.train(params, Rng(0).at_round(0), node.plan.settings.local)
     training = time.perf_counter() - started
     size = params.shape[1] * params.element_size()
@@ -370,4 +377,5 @@ def _estimate_round(node: Node, rates: list[float]) -> str:
     text = f"one round: {training:.2f} s of training, {peers} models of {size / 1e6:.2f} MB"
     if not rates:
         return f"{text}; the network's part cannot be measured before others answer"
+    # The median of the links: a single slow member is left out in a run.
     return f"{text}, about {training + peers * size / statistics.median(rates):.2f} s in all"

@@ -19,6 +19,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from coterie._util.mappings import number_items, prefix_keys, select_prefix
+from coterie._util.tensors import index_each
 from coterie.errors import ExchangeError
 from coterie.exchange.base import (
     COHORT,
@@ -35,14 +37,15 @@ from coterie.exchange.base import (
 from coterie.exchange.in_memory import InMemory
 from coterie.net.outbox import Missing
 from coterie.net.payload import MAX_HEADER, Refused, Template
-from coterie.net.post import Post, RoundMissed, nan_tensors
+from coterie.net.post import FIELD, Post, RoundMissed, nan_tensors, split_found
 from coterie.net.roster import Roster
 from coterie.net.summing import MaskedSum
 from coterie.net.transport import Delivery
 from coterie.net.wire import Address
 from coterie.rng import Rng
 
-# Bytes of a server's answer whose size its method does not declare.
+# Bytes of a server's answer whose size its method does not declare. A gigabyte: tables of many
+# clusters fit, and no server fills this node's memory.
 MAX_REPLY = 1 << 30
 # Other members that are left at least when slow ones are left out: with one alone, a single message
 # that does not come makes a round without any.
@@ -139,7 +142,9 @@ class RemoteExchange:
         return out
 
     def readmit_slow(self, readable: Bool[Tensor, "*clients population"]) -> None:
-        """Ask slow members in this round where they are needed: better a slow round than a lonely one.
+        """Ask slow members in this round where they are needed.
+
+        Better a slow round than a lonely one.
 
         Args:
             readable: the clients that the method may read: it can have left out others.
@@ -162,7 +167,7 @@ class RemoteExchange:
     # ------------------------------------------------------------------ sending
 
     def _row_tensors(self, message: Message, row: int) -> dict[str, Tensor]:
-        fields = {f"field.{name}": value[row] for name, value in message.fields.items()}
+        fields = prefix_keys(FIELD, index_each(message.fields, row))
         return {"params": message.params[row], **fields}
 
     def _publish_rows(self, message: Message, number: int) -> None:
@@ -173,11 +178,11 @@ class RemoteExchange:
 
     def _message_template(self, message: Message, address: Address) -> Template:
         """The template of a message like this one from another client."""
-        tensors = {"params": message.params, **{f"field.{n}": v for n, v in message.fields.items()}}
-        rows = {
-            name: torch.empty(t.shape[1:], dtype=t.dtype, device="meta")
-            for name, t in tensors.items()
-        }
+        tensors = {"params": message.params, **prefix_keys("field.", message.fields)}
+        rows = {}
+        for name, t in tensors.items():
+            # On no device: a template is a form, and takes no memory.
+            rows[name] = torch.empty(t.shape[1:], dtype=t.dtype, device="meta")
         return Template.of(rows, halved=frozenset({"params"}), gaps=nan_tensors(rows, address))
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
@@ -221,7 +226,7 @@ class RemoteExchange:
         self.post.journal({
             "event": "redraw" if again else "pull", "round": self._rng.round, "exchange": number,
             "readers": own.tolist(), "asked": wanted,
-            "missing": {str(c): why for c, why in lost.items()}, **self._members_of(lost),
+            "missing": prefix_keys("", lost), **self._members_of(lost),
             "arrived": [c for c in wanted if self._address_of(number, c) in self._got],
             "unreachable": sorted(self._down | self._lost), "seconds": time.monotonic() - started,
         })  # fmt: skip
@@ -245,16 +250,12 @@ class RemoteExchange:
     ) -> dict[int, str]:
         """Fetch messages neither here nor known as missing; return why others are missing."""
         skip = self._lost | self._down
-        fresh = [
-            self._address_of(number, c)
-            for c in wanted
-            if self._address_of(number, c) not in self._got and c not in skip
-        ]
-        found = self.post.fetch_all(fresh, template, seconds)
-        self._got |= {
-            self._address_of(number, c): d for c, d in found.items() if isinstance(d, Delivery)
-        }
-        return {c: missing.reason for c, missing in found.items() if isinstance(missing, Missing)}
+        addresses = [self._address_of(number, c) for c in wanted if c not in skip]
+        fresh = [address for address in addresses if address not in self._got]
+        came, lost = split_found(self.post.fetch_all(fresh, template, seconds))
+        for client, delivery in came.items():
+            self._got[self._address_of(number, client)] = delivery
+        return lost
 
     def _join_messages(self, own: Message, came: Iterable[Delivery | None]) -> Message:
         """Join the client's own rows and those received to one message, in the order of ids."""
@@ -326,22 +327,20 @@ class RemoteExchange:
         found = self.post.fetch_all(
             [replace(address, client=c) for c in others], template, self.post.deadline()
         )
-        whole = self._join_messages(
-            message, [d if isinstance(d, Delivery) else None for _, d in sorted(found.items())]
-        )
+        came, lost = split_found(found)
+        whole = self._join_messages(message, came.values())
         assert whole.ids is not None
-        lost = {c: m.reason for c, m in found.items() if isinstance(m, Missing)}
         self._lost |= set(lost)
         self.post.journal({
             "event": "serve", "round": address.round, "exchange": address.exchange,
-            "arrived": whole.ids.tolist(), "missing": {str(c): why for c, why in lost.items()},
+            "arrived": whole.ids.tolist(), "missing": prefix_keys("", lost),
             **self._members_of(lost),
         })  # fmt: skip
         if not len(whole):
             raise RoundMissed("no client's message arrived", None)
         new, reply = rule(shared, whole)
         check_reply(reply, message.expects)
-        places = {client: row for row, client in enumerate(whole.ids.tolist())}
+        places = number_items(whole.ids.tolist())
         # Each client gets its row, or the reason why there is none: it must not wait in vain.
         for client, host in self.post.host_of.items():
             at = replace(address, client=client, kind="reply")
@@ -366,11 +365,7 @@ class RemoteExchange:
             like = like or got
             # A server's table has the rows of the index in ascending order; see `_reply_row`.
             for place, sender in enumerate(torch.unique(got["index"]).tolist()):
-                fields = {
-                    n.removeprefix("field."): v[place]
-                    for n, v in got.items()
-                    if n.startswith("field.")
-                }
+                fields = index_each(select_prefix(FIELD, got), place)
                 rows[sender] = (got["table"][place], fields)
             index.append(got["index"])
         if not rows:
@@ -379,7 +374,9 @@ class RemoteExchange:
             ).to_inbox()
         order = sorted(rows)
         table = torch.stack([rows[s][0] for s in order]).to(message.params.device)
-        names = rows[order[0]][1]
+        first, fields = rows[order[0]][1], {}
+        for name in first:
+            fields[name] = torch.stack([rows[s][1][name] for s in order]).to(table.device)
         peers = torch.stack(index)
         return Inbox(
             table=table,
@@ -388,8 +385,8 @@ class RemoteExchange:
             peers=peers,
             mask=torch.ones_like(peers, dtype=torch.bool),
             age=torch.zeros_like(peers),
-            fields={n: torch.stack([rows[s][1][n] for s in order]).to(table.device) for n in names},
-            bytes=torch.full_like(peers, row_nbytes(table) + sum(v.nbytes for v in names.values())),
+            fields=fields,
+            bytes=torch.full_like(peers, row_nbytes(table) + sum(v.nbytes for v in first.values())),
         )
 
     def _reply_template(self, message: Message) -> Template:
@@ -455,7 +452,7 @@ class RemoteExchange:
     def _publish_stopped(self, models: Mapping[int, Tensor]) -> None:
         for number, board in self._own.last.items():
             assert board.ids is not None
-            places = {client: row for row, client in enumerate(board.ids.tolist())}
+            places = number_items(board.ids.tolist())
             for client in models.keys() & places.keys():
                 row = self._row_tensors(board, places[client])
                 # An exchange of extras alone has no columns.
@@ -474,9 +471,8 @@ class RemoteExchange:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `snapshot`."""
         self._own.restore(tensors)
-        self._publish_stopped(
-            {int(k.split(".")[1]): v for k, v in tensors.items() if k.startswith("stopped.")}
-        )
+        stopped = select_prefix("stopped.", tensors)
+        self._publish_stopped({int(client): model for client, model in stopped.items()})
 
 
 def _check_reply(got: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
@@ -506,5 +502,5 @@ def _reply_row(reply: Reply, row: int) -> dict[str, Tensor]:
     """The part of a server's answer for one client: each row of the table once, in order."""
     # In ascending order, so that a reader finds the row of an entry by its place.
     used = torch.unique(reply.index[row])
-    fields = {f"field.{name}": value[used] for name, value in reply.fields.items()}
+    fields = prefix_keys(FIELD, index_each(reply.fields, used))
     return {"table": reply.table[used], "index": reply.index[row].contiguous(), **fields}

@@ -19,6 +19,7 @@ import torch
 
 from coterie._util import manifest
 from coterie._util.files import prepare_folder, resolve_path, write_atomically
+from coterie._util.mappings import drop_empty, select_keys
 from coterie.data.build import build_federation
 from coterie.errors import ConfigError, TransportError
 from coterie.functional.metrics import ACCURACY
@@ -96,6 +97,7 @@ class Fleet:
             process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.PIPE, text=True, env=self._environment
             )
+        # No daemon thread below: what a node says last is read before this program ends.
         self.processes[name] = process
         reader = threading.Thread(
             target=self._copy_log, args=(name, process), name=f"coterie-log-{name}"
@@ -133,6 +135,7 @@ class Fleet:
         Raises:
             TransportError: when some have not ended after `timeout` seconds.
         """
+        # One deadline for all of them, not one for each.
         until = time.monotonic() + timeout
         for name, process in self.processes.items():
             try:
@@ -198,16 +201,21 @@ def lay_out(
         raise ConfigError(
             f"ports {port} to {port + population + relays}; expected some between 1024 and 32768"
         )
+    # With a leading zero, so that logs and folders are listed in the order of the clients.
     names = [f"node-{i:02d}" for i in range(population)]
     hosts = hosts or ["127.0.0.1"] * population
-    addresses = [OUTBOUND if i in outbound else f"{hosts[i]}:{port + i}" for i in range(population)]
+    addresses = [f"{hosts[i]}:{port + i}" for i in range(population)]
+    for i in outbound:
+        addresses[i] = OUTBOUND
     members = tuple(Member(n, addresses[i], (i,)) for i, n in enumerate(names))
-    others = tuple(
-        Member(f"relay-{i}", f"127.0.0.1:{port + population + i}", ()) for i in range(relays)
-    )
+    others = []
+    for i in range(relays):
+        others.append(Member(f"relay-{i}", f"127.0.0.1:{port + population + i}", ()))
     truth = federation.truth.cluster.tolist() if federation.truth is not None else []
     server = names[0] if plan.method.server else ""
-    who = Roster("demo", members, population, server=server, clusters=tuple(truth), relays=others)
+    who = Roster(
+        "demo", members, population, server=server, clusters=tuple(truth), relays=tuple(others)
+    )
     layout = plan.make_task(federation).layout
     keys = folder / "keys"
     local.create_credentials(
@@ -276,15 +284,17 @@ def join_results(
             # Category columns of several files have different categories: they are joined as text.
             categories = part.select_dtypes("category").columns
             parts.append(part.astype(dict.fromkeys(categories, str)))
+        # In the order in which one process writes them, so that both tables can be compared.
         tables[name] = pd.concat(parts).sort_values(
             ["round", *(["client"] if name == "metrics" else ["reader"])]
         )
-        kinds = {
-            c: "category" for c in ("split", "model", "metric", "purpose") if c in tables[name]
-        }
+        # Categories again, as in the files of a run: these columns hold few words many times.
+        words = tables[name].columns.intersection(["split", "model", "metric", "purpose"])
+        kinds = dict.fromkeys(words, "category")
         files[f"{name}.parquet"] = partial(tables[name].astype(kinds).to_parquet, index=False)
     named = replace(study, methods=(replace(study.methods[0], label=label),))
     files[stored_runs.CONFIG] = config.format_study(named).encode()
+    # Of one node: the study's summary needs one, and the others' say the same of the run.
     files["provenance.json"] = (sources[0] / "provenance.json").read_bytes()
     manifest.replace_files(target, files)
     return tables
@@ -335,6 +345,7 @@ def run_demo(
         # The warm-up is round -1.
         if event["event"] == "round" and event["round"] > reached.get(name, -2):
             reached[name] = event["round"]
+            # A third: it has checkpoints by then, and time to catch up before the end.
             if name == victim and event["round"] >= rounds // 3:
                 killed.set()
             if name == names[0]:
@@ -346,11 +357,7 @@ def run_demo(
         elif event["event"] in ("catch_up", "redraw", "peer_down"):
             if reached.get(event.get("peer", ""), -1) == rounds - 1:
                 return  # that one is done and has left
-            what = {
-                k: v
-                for k, v in event.items()
-                if k in ("peer", "missing", "came_from", "goes_to") and v
-            }
+            what = drop_empty(select_keys(event, ("peer", "missing", "came_from", "goes_to")))
             say(f"{name}: {event['event']} {json.dumps(what)}")
 
     say(
@@ -360,6 +367,7 @@ def run_demo(
     with Fleet(files, logs=folder / "logs", listener=handle_event) as fleet:
         for name in names:
             fleet.start(name)
+        # Ten minutes, as for the end: many times what a demonstration takes.
         if killed.wait(600):
             fleet.kill(victim)
             say(f"{victim}: killed without warning; started again")

@@ -21,6 +21,7 @@ import grpc
 import grpc.aio
 from cryptography import x509
 
+from coterie._util.mappings import index_by_name
 from coterie.errors import TransportError
 from coterie.net import identity as identities
 from coterie.net.awake import AwakeClock
@@ -32,6 +33,7 @@ from coterie.net.roster import Member, Roster
 from coterie.net.wire import CHUNK, MAX_MANIFEST, SIGNATURE, VERSION, canonical_json
 
 SERVICE = f"coterie.v{VERSION}"
+# The longest question is that for a message, of some 200 bytes.
 MAX_QUESTION = 1024  # bytes
 # Bytes of one HTTP/2 message of an answer; the library refuses a larger one before this program
 # sees it.
@@ -145,7 +147,7 @@ class GrpcServer:
 
     def _take_roster(self, roster: Roster) -> None:
         self.roster = roster
-        self._members = {member.name: member for member in roster.members}
+        self._members = index_by_name(roster.members)
         self._by_key = {member.key: member.name for member in roster.members if member.key}
 
     def _run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
@@ -179,18 +181,18 @@ class GrpcServer:
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", window),
                 ("grpc.max_concurrent_streams", 8 * calls),
-                # The library closes links that ping more often than this: the shortest interval that
-                # `_link_options` asks for must be allowed.
+                # The library closes links that ping more often than this: the shortest interval
+                # that `_link_options` asks for must be allowed.
                 ("grpc.http2.min_ping_interval_without_data_ms", 500),
                 # A stranger who opens a connection and says nothing holds it no longer than this.
                 ("grpc.server_handshake_timeout_ms", 10_000),
             ],
             maximum_concurrent_rpcs=calls * (len(self._members) + 32),
         )
-        made = {
-            name: grpc.stream_stream_rpc_method_handler(self._admit(answer, expected, calls))
-            for name, (answer, expected) in handlers.items()
-        }
+        made = {}
+        for name, (answer, expected) in handlers.items():
+            admitted = self._admit(answer, expected, calls)
+            made[name] = grpc.stream_stream_rpc_method_handler(admitted)
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, made),)
         )
@@ -337,7 +339,10 @@ class GrpcServer:
         task.add_done_callback(self._serving[self.name].discard)
 
     def _end_calls(self, before: Mapping[str, Member]) -> list[str]:
-        """End open calls of members that the newest roster removes or gives another key; name them."""
+        """End open calls of members that the newest roster removes or gives another key.
+
+        Returns their names.
+        """
         gone = []
         for peer, member in before.items():
             now = self._members.get(peer)
@@ -368,13 +373,15 @@ class GrpcServer:
 
     def prometheus_samples(self) -> list[Sample]:
         """Return numbers for Prometheus."""
-        return [
-            ("coterie_turned_away_total", "questions turned away", {"reason": reason}, number)
-            for reason, number in sorted(self.turned_away.items())
-        ]
+        name, text, samples = "coterie_turned_away_total", "questions turned away", list[Sample]()
+        for reason, number in sorted(self.turned_away.items()):
+            samples.append((name, text, {"reason": reason}, number))
+        return samples
 
 
 def _link_options(lease: float) -> list[tuple[str, int]]:
+    # Half of the lease until a silent link is pinged, and half of it for the answer to come: a
+    # member that is gone is noticed within one lease. Servers allow two pings a second at most.
     half = max(500, int(lease * 500))
     return [
         ("grpc.keepalive_time_ms", half),

@@ -286,6 +286,8 @@ class GrpcTransport(GrpcServer):
             if missing is not None:
                 before = self._away.get(peer)
                 longest = self._longest_pause()
+                # Doubled up to the longest: who is away for a moment is found soon, and a member
+                # that stays away costs next to nothing.
                 pause = longest / 8 if before is None else min(2 * before.pause, longest)
                 self._away[peer] = _Away(time.monotonic() + pause, pause, missing)
                 return missing
@@ -293,13 +295,15 @@ class GrpcTransport(GrpcServer):
         return await self._link_to(peer) or Missing("removed")
 
     async def _try_way(self, member: Member, seconds: float) -> Missing | None:
-        """Return why a member cannot be dialed, or None: a plain connection, or a tunnel, is made."""
+        """Return why a member cannot be dialed, or None: a connection, or a tunnel, is made."""
         try:
             async with asyncio.timeout(seconds):
                 if member.is_outbound:
                     return await self._tunnels.prepare(member.name)
                 host, port = member.host_and_port
                 found, _ = await self._loop.create_connection(asyncio.Protocol, host, port)
+                # The library cannot say quickly that nobody listens, so a plain connection is tried
+                # first.
                 found.close()
         except (OSError, TimeoutError) as error:
             return Missing("unreachable", None, escape_text(error))
@@ -334,6 +338,8 @@ class GrpcTransport(GrpcServer):
                 link.missing = link.missing or Missing("unreachable")
                 self._note_presence(peer, False)
                 if self._identity is not None and time.monotonic() - link.inspected >= _INSPECT:
+                    # The library dials again and again, and says only that it failed: a look says
+                    # why, at times.
                     link.inspected = time.monotonic()
                     self.start_task(self._inspect(link.member))
             elif state is _IDLING:
@@ -386,7 +392,7 @@ class GrpcTransport(GrpcServer):
         with suppress(grpc.aio.AioRpcError, Refused):
             answer = await ask(self.encode({"here": here}), timeout=wait, metadata=self.metadata)
             there = parse_fields(answer, {"here": bool})["here"]
-            # What it said by itself meanwhile is newer than its answer, which may have been overtaken:
+            # What it said by itself meanwhile is newer than its answer, which may be overtaken:
             # it says only once that it is here, and would be taken for away from then on.
             if not self._closed and self._said[peer] == before:
                 self._note_presence(peer, there)
@@ -437,6 +443,7 @@ class GrpcTransport(GrpcServer):
                 self._known.add(peer)
             else:
                 self._alive.discard(peer)
+                # Who has said that it leaves is not dialed until it comes again.
                 self._known -= {peer} if left else set()
             suppressed = self._changes.setdefault(peer, RateLimit(_CHANGES, _WITHIN))()
         if suppressed is not None:
@@ -585,7 +592,7 @@ class GrpcTransport(GrpcServer):
                 self._asking.discard(asked)
 
     def _may_come_back(self, peer: str) -> bool:
-        """Whether it is the way to a member that is lost, for all that is known, and not the member."""
+        """Whether the way to a member is lost, for all that is known, and not the member."""
         member = self._members.get(peer)
         return member is not None and member.is_outbound and peer not in self._tunnels.away
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from coterie._util.mappings import drop_empty, drop_keys, prefix_keys
 from coterie.data.federation import Federation
 from coterie.data.schema import TableSchema
 from coterie.errors import PeerMismatch
@@ -45,8 +46,8 @@ GIVEN = "model.given weights"
 """The setting that names the first weights that no seed draws; compared between members."""
 TABLE = "table."
 """What the settings begin with that say how a node reads its own table."""
-# Bytes of how a table is read. With a thousand names of members and what else is in it, a head stays
-# below its limit.
+# Bytes of how a table is read. With a thousand names of members and what else is in it, a head
+# stays below its limit.
 _MAX_TABLE = 32 * 1024
 STATES = ("starting", "running", "done")
 
@@ -126,7 +127,7 @@ def parse_head(
         raise Refused("head", "a number is out of range")
     if not all(isinstance(name, str) and NAME.fullmatch(name) for name in head.met):
         raise Refused("head", "met is not a list of names")
-    if not all(_is_plain(value) for value in head.settings.values()):
+    if not all(map(_is_plain, head.settings.values())):
         raise Refused("head", "a setting is neither a text nor a number nor true or false")
     return head
 
@@ -161,7 +162,7 @@ def settings_of(
     own = {k: v for k, v in settings.to_identity().items() if v or k not in _OPTIONAL}
     if settings.new_client_others == "frozen":  # younger than rosters that are about
         del own["new_client_others"]
-    out |= {k: v for k, v in _flatten("", own).items() if k not in _OWN_AFFAIR}
+    out |= drop_keys(_flatten("", own), _OWN_AFFAIR)
     return out
 
 
@@ -180,15 +181,9 @@ def _flatten(prefix: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 def study_hash(settings: Mapping[str, Any]) -> str:
     """Return the hash of the settings that must be equal on all nodes."""
-    return hashlib.sha256(
-        canonical_json(
-            {
-                k: v
-                for k, v in settings.items()
-                if k not in (FROZEN, GIVEN) and not k.startswith(TABLE)
-            }
-        )
-    ).hexdigest()
+    # These three have checks of their own, which say more than that two hashes differ.
+    apart = {FROZEN, GIVEN, *_select_common(settings, TABLE)}
+    return hashlib.sha256(canonical_json(drop_keys(settings, apart))).hexdigest()
 
 
 def with_frozen(settings: dict[str, Any], layout: Layout) -> dict[str, Any]:
@@ -210,7 +205,7 @@ def with_table(settings: dict[str, Any], federation: Federation) -> dict[str, An
     text = canonical_json(coding)
     if len(text) > _MAX_TABLE:
         coding = {"all columns": hashlib.sha256(text).hexdigest()}
-    return settings | {f"{TABLE}{name}": value for name, value in coding.items()}
+    return settings | prefix_keys(TABLE, coding)
 
 
 def _select_common(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -236,11 +231,13 @@ def _check_common(
     """
     mine = _select_common(settings, key)
     tables = {name: _select_common(head.settings, key) for name, head in others.items()}
-    everyone = {**{name: table for name, table in tables.items() if table}, own: mine}
+    everyone = {**drop_empty(tables), own: mine}
     if not mine or all(table == mine for table in everyone.values()):
         return []
     order = {member.name: place for place, member in enumerate(roster.members)}
-    counts = Counter(canonical_json(table) for table in everyone.values())
+    counts = Counter(map(canonical_json, everyone.values()))
+    # What most members have counts; among equals the first on the roster, as all nodes must name
+    # the same one.
     first = min(
         everyone,
         key=lambda name: (-counts[canonical_json(everyone[name])], order.get(name, len(order))),
@@ -250,8 +247,8 @@ def _check_common(
     difference = describe_difference(mine, everyone[first])
     if key == GIVEN:
         raise PeerMismatch(
-            f"this node's model begins with other weights than that of {first}: {difference}; every "
-            "node gives or loads the same file of weights"
+            f"this node's model begins with other weights than that of {first}: {difference}; "
+            "every node gives or loads the same file of weights"
         )
     raise PeerMismatch(
         f"this node reads its table otherwise than {first}: "
@@ -272,11 +269,10 @@ def schema_hash(layout: Layout) -> str:
 def describe_difference(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """Name the settings in which two nodes differ, with both values; "" when there are none."""
     keys = [k for k in sorted({*mine, *theirs}) if mine.get(k) != theirs.get(k)]
-    differ = [
-        f"{escape_text(k, 80)} is {escape_text(repr(theirs.get(k)), 80)} there and "
-        f"{escape_text(repr(mine.get(k)), 80)} here"
-        for k in keys[:4]
-    ]
+    differ = []
+    for key in keys[:4]:
+        there, here = escape_text(repr(theirs.get(key)), 80), escape_text(repr(mine.get(key)), 80)
+        differ.append(f"{escape_text(key, 80)} is {there} there and {here} here")
     return "; ".join(differ) + ("; and more" if len(keys) > 4 else "")
 
 
@@ -320,11 +316,10 @@ def check_study(
         PeerMismatch: naming the settings and both values.
     """
     mine = study_hash(settings)
-    odd = [
-        n
-        for n, h in others.items()
-        if h.study != mine or h.schema != schema or h.protocol != VERSION
-    ]
+    odd, own_form = [], (mine, schema, VERSION)
+    for name, other in others.items():
+        if (other.study, other.schema, other.protocol) != own_form:
+            odd.append(name)
     agree = [n for n, h in others.items() if roster.study and h.study == roster.study]
     for what, found, expected in (
         ("study", mine, roster.study),

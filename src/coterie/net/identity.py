@@ -61,10 +61,12 @@ def split_address(address: str) -> tuple[str, int]:
         TransportError: when it is not such an address.
     """
     host, _, port = address.rpartition(":")
+    # In brackets only an IPv6 address: its own colons would be taken for that of the port.
     bracketed = host.startswith("[") and host.endswith("]")
     bare = (host[1:-1] if bracketed else host).lower()
     fine = _is_ip(bare) if bracketed else _HOST.fullmatch(bare) is not None
     if bracketed and fine:
+        # In its one form, so that two spellings of an address are found to be the same.
         bare = str(ipaddress.ip_address(bare))
     if not fine or not re.fullmatch(r"[1-9][0-9]{0,4}", port) or int(port) > 65535:
         raise TransportError(
@@ -109,6 +111,7 @@ def _is_ip(host: str) -> bool:
 def _find_ipv4(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Return the IPv4 address that an IPv6 address stands for, or else the address itself."""
     found = ipaddress.ip_address(host)
+    # ::ffff:0.0.0.0 stands for all addresses of a machine as 0.0.0.0 does.
     return getattr(found, "ipv4_mapped", None) or found
 
 
@@ -117,6 +120,7 @@ def _is_short_ip(host: str) -> bool:
     if _is_ip(host):
         return False
     try:
+        # The C library reads them too, when such a "host name" is dialed.
         socket.inet_aton(host)
     except OSError:
         return False
@@ -136,6 +140,7 @@ def new_key(path: Path) -> ec.EllipticCurvePrivateKey:
     text = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
+    # The folder too: who may write there could put another key in the place of this one.
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
         # O_EXCL refuses an existing file. The mode counts from the creation on, so at no moment
@@ -206,6 +211,7 @@ def sign(key: ec.EllipticCurvePrivateKey, data: bytes) -> bytes:
 
 def verify(key: ec.EllipticCurvePublicKey, signature: bytes, data: bytes) -> bool:
     """Return whether a signature is of these bytes and by this key."""
+    # Checked here, since bytes of any length could be cut into two numbers.
     if len(signature) != SIGNATURE:
         return False
     r, s = int.from_bytes(signature[:32], "big"), int.from_bytes(signature[32:], "big")
@@ -267,10 +273,8 @@ def certificate_name(certificate: x509.Certificate | x509.CertificateSigningRequ
     Raises:
         TransportError: when it has no such name, several, or an invalid one.
     """
-    common, users = (
-        certificate.subject.get_attributes_for_oid(oid)
-        for oid in (NameOID.COMMON_NAME, NameOID.USER_ID)
-    )
+    common = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    users = certificate.subject.get_attributes_for_oid(NameOID.USER_ID)
     if len(common) != 1 or len(users) > 1 or len(list(certificate.subject)) != 1 + len(users):
         raise TransportError(
             "a certificate must have one common name, at most one user id, and nothing else"
@@ -371,6 +375,7 @@ def make_authority(
         .sign(key, hashes.SHA256())
     )
     write_certificate(folder / "ca.pem", certificate)
+    # A key of its own: who renews certificates need not be able to sign rosters.
     organizer = new_key(folder / "organizer.key")
     write_atomically(
         folder / "organizer.pub", (encode_public_key(organizer.public_key()) + "\n").encode()
@@ -449,6 +454,8 @@ def sign_request(
         asked = csr.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         asked = None
+    # The host was agreed on with the member, outside of the network; the request alone says what
+    # its sender likes.
     if asked != wanted:
         hosts = [] if asked is None else [str(name.value) for name in asked]
         raise TransportError(
@@ -469,6 +476,7 @@ def sign_request(
             ),
             critical=False,
         )
+        # A member's key signs no certificates: one that is stolen admits nobody else.
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(digital_signature=True), critical=True)
         .add_extension(
@@ -550,12 +558,13 @@ class Identity:
             TransportError: when a file cannot be read.
         """
         try:
-            key, certificate, ca = (
-                path.read_bytes() for path in (self.key_file, self.certificate_file, self.ca_file)
+            return (
+                self.key_file.read_bytes(),
+                self.certificate_file.read_bytes(),
+                self.ca_file.read_bytes(),
             )
         except OSError as error:
             raise TransportError(f"cannot read {error.filename}: {error.strerror}") from None
-        return key, certificate, ca
 
 
 def check_dates(what: Path, certificate: x509.Certificate, now: datetime) -> None:
@@ -569,8 +578,8 @@ def check_dates(what: Path, certificate: x509.Certificate, now: datetime) -> Non
     start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now < start:
         raise ClockError(
-            f"{what} is valid from {start:%Y-%m-%d %H:%M} UTC on; by the clock of this machine it is "
-            f"{now:%Y-%m-%d %H:%M}: wait until the clock is set, and start again"
+            f"{what} is valid from {start:%Y-%m-%d %H:%M} UTC on; by the clock of this machine it "
+            f"is {now:%Y-%m-%d %H:%M}: wait until the clock is set, and start again"
         )
     if now > end:
         raise TransportError(

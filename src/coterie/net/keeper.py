@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie._util.files import write_atomically
+from coterie._util.mappings import index_by_name
 from coterie.errors import PeerMismatch, TransportError
 from coterie.net import roster as rosters
 from coterie.net.roster import Roster
@@ -117,7 +118,7 @@ class Keeper:
 
 def describe_changes(old: Roster, new: Roster) -> dict[str, Any]:
     """Return a new roster's version, and the members that it removes, rekeys or moves."""
-    now = {m.name: m for m in new.members}
+    now = index_by_name(new.members)
     both = [m for m in old.members if m.name in now]
     return {
         "version": new.version,
@@ -134,7 +135,7 @@ def check_same_run(old: Roster, new: Roster, name: str) -> None:
         TransportError: when the node was removed or has another key in it, or when it describes
             another study.
     """
-    known = {m.name: m for m in new.members}
+    known = index_by_name(new.members)
     if name not in known:
         raise TransportError(
             f"{name} was removed from run {new.run} in version {new.version} of the roster"

@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from coterie._util.mappings import number_items, prefix_keys
+from coterie._util.tensors import index_each
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
@@ -23,7 +25,7 @@ from coterie.methods.base import Method, PeerMethod, Round
 from coterie.methods.server import ServerContext, ServerMethod
 from coterie.net.exchange import MAX_REPLY, RemoteExchange
 from coterie.net.payload import Refused, Template
-from coterie.net.post import Post
+from coterie.net.post import FIELD, Post
 from coterie.net.roster import Roster
 from coterie.net.wire import Address
 from coterie.runtime.loop import Loop
@@ -141,15 +143,20 @@ def _make_participants(
     roster: Roster, method: Method, ids: Int[Tensor, " clients"], taking: int
 ) -> Participants:
     """The sides of a roster, of whose clients, in the order of `ids`, the first take part."""
-    place = {client: number for number, client in enumerate(ids.tolist())}
-    numbered = tuple(replace(m, clients=tuple(place[c] for c in m.clients)) for m in roster.members)
+    place = number_items(ids.tolist())
+    numbered, here = [], []
+    for member in roster.members:
+        moved = replace(member, clients=tuple(place[c] for c in member.clients))
+        numbered.append(moved)
+        # Clients of one member join together, so all of them are in the run or none is.
+        if max(moved.clients, default=-1) < taking:
+            here.append(moved)
     removed = tuple(sorted(place[c] for c in roster.removed))
-    here = tuple(m for m in numbered if all(c < taking for c in m.clients))
     gone = tuple(c for c in removed if c < taking)
     return Participants(
         ids,
-        replace(roster, members=here, population=taking, clusters=(), removed=gone),
-        replace(roster, members=numbered, clusters=(), removed=removed),
+        replace(roster, members=tuple(here), population=taking, clusters=(), removed=gone),
+        replace(roster, members=tuple(numbered), clusters=(), removed=removed),
         method,
     )
 
@@ -202,10 +209,7 @@ def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
 
 def row_of(message: Message, row: int) -> dict[str, Tensor]:
     """Return the message of one client as the tensors of a payload."""
-    return {
-        "params": message.params[row],
-        **{f"field.{name}": value[row] for name, value in message.fields.items()},
-    }
+    return {"params": message.params[row], **prefix_keys(FIELD, index_each(message.fields, row))}
 
 
 # ---------------------------------------------------------------- newcomers

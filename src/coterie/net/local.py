@@ -34,18 +34,17 @@ def make_members(
         outbound: numbers of nodes that only dial out.
         relays: number of relays r0, r1, ..., whose ports follow those of the nodes.
     """
+    # Never on disk: they end with the program.
     keys = tuple(ec.generate_private_key(ec.SECP256R1()) for _ in groups)
-    nodes = tuple(
-        Member(
-            f"n{i}",
-            identity.OUTBOUND if i in outbound else f"127.0.0.1:{port + i}",
-            tuple(group),
-            identity.encode_public_key(keys[i].public_key()),
-        )
-        for i, group in enumerate(groups)
-    )
+    nodes = list[Member]()
+    for i, group in enumerate(groups):
+        address = identity.OUTBOUND if i in outbound else f"127.0.0.1:{port + i}"
+        key = identity.encode_public_key(keys[i].public_key())
+        nodes.append(Member(f"n{i}", address, tuple(group), key))
     more = tuple(Member(f"r{i}", f"127.0.0.1:{port + len(nodes) + i}", ()) for i in range(relays))
-    made = Roster("local", nodes, sum(map(len, groups)), server=server, schema=schema, relays=more)
+    made = Roster(
+        "local", tuple(nodes), sum(map(len, groups)), server=server, schema=schema, relays=more
+    )
     return made, keys
 
 
@@ -67,10 +66,12 @@ def connect_in_process(
     """
     hub = Hub()
     who, keys = make_members(groups, server=server)
-    return hub, [
-        RemoteExchange(Post(InProcess(hub, m.name), who, make_signer(key), terms=terms, **options))
-        for m, key in zip(who.members, keys, strict=True)
-    ]
+    exchanges = []
+    for member, key in zip(who.members, keys, strict=True):
+        transport = InProcess(hub, member.name)
+        post = Post(transport, who, make_signer(key), terms=terms, **options)
+        exchanges.append(RemoteExchange(post))
+    return hub, exchanges
 
 
 def create_credentials(

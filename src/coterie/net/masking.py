@@ -85,6 +85,7 @@ class SumContext:
 
     def describe_keys(self, client: int, keys: bytes, samples: float) -> bytes:
         """Return what a client signs."""
+        # Bound to its run and round: old keys with a good signature must not come again.
         head = f"{self.run} {self.round} {self.exchange} {client} {samples!r}\n".encode()
         return _DOMAIN + head + keys
 
@@ -140,6 +141,8 @@ class KeyList:
 
     def compute_digest(self, context: SumContext) -> bytes:
         """Return a digest of all that is public of a sum, on which every mask depends."""
+        # The threshold is part of it: clients that see different ones get different masks, and
+        # no sum.
         found = hashlib.sha256(_DOMAIN + _to_json(context.cohort, [context.threshold]))
         for client, keys, samples in zip(self.ids, self.keys, self.samples, strict=True):
             found.update(context.describe_keys(client, keys, samples))
@@ -148,7 +151,7 @@ class KeyList:
 
 def _to_json(*lists: Sequence[int]) -> bytes:
     """Return lists of whole numbers as canonical JSON, which a digest needs."""
-    return json.dumps([list(one) for one in lists], separators=(",", ":")).encode()
+    return json.dumps(list(map(list, lists)), separators=(",", ":")).encode()
 
 
 def stack_bytes(rows: Sequence[bytes], width: int) -> Tensor:
@@ -173,6 +176,7 @@ def _agree(private: X25519PrivateKey, public: bytes, digest: bytes, purpose: byt
 
 def expand_mask(seed: bytes, length: int) -> Int[np.ndarray, " params"]:
     """Return a mask: the key stream of ChaCha20, five bytes for each number."""
+    # Nonce and counter are 0: a seed is used for this one stream.
     cipher = Cipher(algorithms.ChaCha20(seed, bytes(16)), mode=None).encryptor()
     stream = cipher.update(bytes(length * WORD_BYTES))
     return unpack_words(torch.frombuffer(bytearray(stream), dtype=torch.uint8))
@@ -219,10 +223,14 @@ class MaskingClient:
     ) -> None:
         self.context, self.client, self.samples = context, client, float(samples)
         self._model, self._sign, self._verify = model, sign, verify
+        # Two pairs: the second private key is given away in shares where its client leaves, and
+        # must not open the shares that others have sent.
         self._for_shares, self._for_masks = X25519PrivateKey.generate(), X25519PrivateKey.generate()
         self._seed = secrets.token_bytes(shamir.SECRET)
         pairs = self._for_shares, self._for_masks
         public = [pair.public_key().public_bytes_raw() for pair in pairs]
+        # The digest of the seed is signed with the keys, so that a seed made of wrong shares is
+        # noticed.
         self._keys = b"".join([*public, hashlib.sha256(self._seed).digest()])
         self.share = 0.0
         self._list: KeyList | None = None
@@ -244,6 +252,7 @@ class MaskingClient:
         Raises:
             SumRefused: when the list is not of enough clients, or a signature is not by its member.
         """
+        # One list in a sum: all masks and shares are for it.
         if self._list is not None:
             raise SumRefused("the server relays a second list of keys in one sum")
         context = self.context
@@ -260,13 +269,11 @@ class MaskingClient:
             raise SumRefused(f"the keys that the server relays of client {self.client} are not its")
         self._list, self._digest = found, found.compute_digest(context)
         private = self._for_masks.private_bytes_raw()
-        shares = [
-            shamir.split_secret(secret, len(found.ids), context.threshold)
-            for secret in (private, self._seed)
-        ]
-        rows = []
+        holders, rows = len(found.ids), []
+        of_key = shamir.split_secret(private, holders, context.threshold)
+        of_seed = shamir.split_secret(self._seed, holders, context.threshold)
         for place, other in enumerate(found.ids):
-            both = shares[0][place] + shares[1][place]
+            both = of_key[place] + of_seed[place]
             if other == self.client:
                 # Its own stay here; the row keeps the places of the others.
                 self._own_shares = both
@@ -300,6 +307,7 @@ class MaskingClient:
         self._masking = extend_digest(self._digest, ids)
         shares = dict(zip(ids, divide_samples(_samples_of(found, ids)), strict=True))
         self.share = shares[self.client]
+        # Weighted before it is masked, as the server sees nothing that it could weigh.
         total = encode_model(self._model, self.share, len(self.context.cohort))
         total = total + expand_mask(_seed_key(self._seed, self._masking), len(total))
         for other in ids:
@@ -325,12 +333,14 @@ class MaskingClient:
         """
         if self._sealed is None:
             raise SumRefused("the server asks for shares before it has a masked model")
+        # Seed and key of one client together remove all masks of its vector.
         if both := sorted(set(came) & set(left)):
             raise SumRefused(
                 f"the server asks for both shares of client {both[0]}, which would reveal its model"
             )
         if sorted([*came, *left]) != sorted(self._sealed):
             raise SumRefused("the server asks for shares of other clients than those of the sum")
+        # Enough are left: a sum of few vectors says much about each.
         self.context.check_members(came, self._sealed, self.client)
         asked = tuple(came), tuple(left)
         if self._answered not in (None, asked):
@@ -338,6 +348,7 @@ class MaskingClient:
                 "the server asks a second time and names other clients, which would give it both "
                 "shares of some"
             )
+        # Noted before anything is opened: an error in the middle must not let the server ask again.
         self._answered = asked
         rows = []
         for other, sealed in self._sealed.items():
@@ -406,11 +417,10 @@ class SummingServer:
         Raises:
             TooFewToSum: when these are fewer than the threshold.
         """
-        found = {
-            client: came[client]
-            for client in sorted(set(came) & set(among))
-            if to_bytes(came[client]["digest"]) == digest
-        }
+        found = {}
+        for client in sorted(set(came) & set(among)):
+            if to_bytes(came[client]["digest"]) == digest:
+                found[client] = came[client]
         check_enough(len(found), len(self.context.cohort), self.context.terms)
         return found
 
@@ -438,6 +448,7 @@ class SummingServer:
         """
         came = self._take(came, self.sharing, self._masking)
         self.came = tuple(came)
+        # Reduced after each client: sums of numbers below WORD never come near 2^63.
         self._total = np.zeros(self.params, dtype=np.int64)
         for client in self.came:
             self._total = (self._total + unpack_words(came[client]["masked"])) % WORD
@@ -469,20 +480,19 @@ class SummingServer:
         answers = dict(list(came.items())[: self.context.threshold])
         total = self._total
         for place, client in enumerate(self.sharing):
-            found = shamir.combine_shares(
-                {
-                    self.keys.ids.index(holder): to_bytes(answer["shares"][place])
-                    for holder, answer in answers.items()
-                }
-            )
+            shares = {}
+            for holder, answer in answers.items():
+                shares[self.keys.ids.index(holder)] = to_bytes(answer["shares"][place])
+            found = shamir.combine_shares(shares)
             if client in self.came:
                 self._check_seed(client, found)
                 total = total - expand_mask(_seed_key(found, self._masking), self.params)
             else:
                 total = total - self._masks_of(client, found)
         samples = _samples_of(self.keys, self.sharing)
-        shares = dict(zip(self.sharing, divide_samples(samples), strict=True))
-        share = math.fsum(shares[client] for client in self.came)
+        share_of = dict(zip(self.sharing, divide_samples(samples), strict=True))
+        # Exact, whatever the order: all who compute this share get the same bits.
+        share = math.fsum(share_of[client] for client in self.came)
         mean = decode_mean(total % WORD, share, len(self.context.cohort), dtype)
         return mean, _samples_of(self.keys, self.came)
 

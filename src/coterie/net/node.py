@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from coterie._util.files import prepare_folder, write_atomically
 from coterie._util.lines import LineFile
+from coterie._util.mappings import drop_keys, index_by_name, map_values, select_keys
 from coterie.data.federation import Federation, Truth
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, QuorumError, TransportError
@@ -65,6 +67,7 @@ from coterie.runtime.taken_home import check_models_home
 from coterie.runtime.task import make_task
 
 ARRIVALS = "arrivals.jsonl"
+# Seconds. The first rounds have no times of others to go by.
 _LEAST_DEADLINE = 30.0
 _PAUSE_EACH = 0.005  # seconds: asking a thousand costs some hundredths of one
 _ASKING = 8  # members that are asked for their heads at a time
@@ -132,6 +135,10 @@ class Patience:
     linger: float = 120.0
     ask: float = 2.0
     poll: float = 0.5
+
+
+# What changes in a head while its node goes on.
+_progress_of = attrgetter("state", "round")
 
 
 class NodeLoop(Loop):
@@ -313,7 +320,7 @@ class Node:
     def _write_journal(self, event: Mapping[str, Any]) -> None:
         """Record what arrived in the journal, for replay, and log it."""
         self._journal_file.append(json.dumps(event).encode())
-        details = {k: v for k, v in event.items() if k not in ("event", "round")}
+        details = drop_keys(event, ("event", "round"))
         level = "debug"
         if details.get("missing") or event["event"] in ("refused", "slow", "withheld"):
             level = "warning"
@@ -322,7 +329,10 @@ class Node:
         self.log(str(event["event"]), level=level, **details)
 
     def round_deadline(self) -> float:
-        """Return a deadline: as set, or thrice the others' usual time and two trainings, at least 30 s."""
+        """Return a deadline: as set, or thrice the others' usual time and two trainings.
+
+        At least 30 seconds.
+        """
         if self.post.terms.deadline:
             return self.post.terms.deadline
         # Medians: no single member makes this node wait longer for all.
@@ -344,6 +354,7 @@ class Node:
         """Ask members for their heads; return the heads that arrived."""
 
         def ask_one(name: str) -> Head | None:
+            # Another one for each question: an old head with a good signature must not come again.
             nonce = secrets.token_hex(8)
             data = self.transport.ask_head(name, nonce, self.patience.ask)
             if isinstance(data, Missing):
@@ -375,6 +386,7 @@ class Node:
         with ThreadPoolExecutor(_ASKING, "coterie-heads") as pool:
             for asked in [pool.submit(ask_in_turn) for _ in range(_ASKING)]:
                 asked.result()
+        # In the order of the question, whichever thread was first.
         heads_of = {name: head for name in names if (head := found[name]) is not None}
         done = {name for name, head in heads_of.items() if head.state == "done"}
         self._done = self._done.difference(heads_of) | done
@@ -411,6 +423,7 @@ class Node:
         while len(met) < len(self.other_members):
             met |= self.ask_heads(n for n in self.other_members if n not in met)
             started = [n for n, h in met.items() if h.state == "running" and h.round > 0]
+            # Where most have started, nobody waits for the members that are still absent.
             if time.monotonic() > until or 2 * len(started) > len(self.other_members):
                 break
             absent = len(self.other_members) - len(met)
@@ -491,10 +504,13 @@ class Node:
         self._state = "running"
         # A running member that does not list this node has begun without it.
         late = any(h.state == "running" and self.transport.name not in h.met for h in met.values())
+        # Also after a restart: the others have gone on meanwhile.
         return late or self.loop.next_round >= 0
 
     def _await_quorum(self) -> None:
-        """Wait until enough other members are there: a round alone must not pass for a federated one.
+        """Wait until enough other members are there.
+
+        A round alone must not pass for a federated one.
 
         A client of a server needs that one only, and waits for it in the round.
         """
@@ -540,12 +556,12 @@ class Node:
         newest = self.post.terms.slow + KEEP * longest
         left_out = {self.transport.name, *self.post.pace.list_slow(self.loop.next_round)}
         while not self._stop.is_set() and (now := time.monotonic()) - began < longest:
-            recent = {
-                name: lag
-                for name, (lag, at) in self.transport.outbox.lags.copy().items()
-                if now - at < newest and name not in left_out
-            }
-            behind = sum(lag >= KEEP // 2 for lag in recent.values())
+            recent = []
+            for name, (lag, at) in self.transport.outbox.lags.copy().items():
+                if now - at < newest and name not in left_out:
+                    recent.append(lag)
+            # At half of KEEP there is still time to wait before their messages are dropped.
+            behind = sum(lag >= KEEP // 2 for lag in recent)
             if not behind or 2 * behind < len(recent):
                 return
             self._stop.wait(_LOOK_AGAIN)
@@ -566,9 +582,10 @@ class Node:
         if never:
             why = f"and {', '.join(gone[:20])} said that they are done, and have left"
         raise QuorumError(
-            f"{len(present)} of {least} other members are here (min_peers) {why}: this node has done "
-            f"{self.loop.next_round} of {self.plan.settings.rounds} rounds; started again, it "
-            "continues from its checkpoint; with min_peers = 0 it does the rest alone, which is marked"
+            f"{len(present)} of {least} other members are here (min_peers) {why}: this node has "
+            f"done {self.loop.next_round} of {self.plan.settings.rounds} rounds; started again, it "
+            "continues from its checkpoint; with min_peers = 0 it does the rest alone, which is "
+            "marked"
         )
 
     def _log_quorum(self, present: int, least: int, absent: Iterable[str]) -> None:
@@ -594,6 +611,7 @@ class Node:
             return
         heads, here = self.ask_heads(self.other_members), self.loop.next_round
         hint, self.post.ahead = self.post.ahead, None
+        # No single member can send this node ahead: more than half must have reached the round.
         claimed = catchup.newest_backed_round(
             (h.round for h in heads.values()), len(self.other_members)
         )
@@ -664,7 +682,7 @@ class Node:
         Raises:
             TransportError: when this node's own one is over: nobody answers it any more.
         """
-        entries = {one.name: one for one in self.roster.everyone}
+        entries = index_by_name(self.roster.everyone)
         for name, (days, notice) in rosters.find_ends(self.roster, datetime.now(UTC)).items():
             if notice is None:
                 continue
@@ -689,10 +707,12 @@ class Node:
         alive = sorted(self.transport.alive_members())
         if not alive:
             return None
+        # One a round: in a while all are asked, and a round costs one question.
         return self._fetch_newer_roster(self.ask_heads([alive[number % len(alive)]]))
 
     def _fetch_newer_roster(self, met: Mapping[str, Head]) -> tuple[str, bytes] | None:
         """Return the newest roster of some members if their signed heads say it is newer."""
+        # One question, to the member whose signed head has the newest version.
         name = max(met, key=lambda n: met[n].roster, default="")
         if self.keeper is None or not name or met[name].roster <= self.roster.version:
             return None
@@ -711,7 +731,7 @@ class Node:
         different = describe_changes(self.roster, new)
         self.log("roster", **different)
         if self.audit is not None:
-            changes = {what: different[what] for what in ("removed", "rekeyed")}
+            changes = select_keys(different, ("removed", "rekeyed"))
             self.audit.record_roster(new, **changes)
         own = self.transport.name
         if own in different["moved"]:
@@ -865,10 +885,9 @@ class Node:
             and before is not None
             and bool((new := now.until != before.until).any())
         ):
-            found = [
-                (int(own[row]), read, int(now.until[row, read]))
-                for row, read in new.nonzero().tolist()
-            ]
+            found = []
+            for row, read in new.nonzero().tolist():
+                found.append((int(own[row]), read, int(now.until[row, read])))
         for reader, read, until in found:
             refused.append((reader, read, self.post.host_of.get(read, ""), until))
         self.audit.record_rejections(index, refused)
@@ -999,7 +1018,7 @@ class Node:
         while True:
             self.update_roster()
             met = self.ask_heads(names)
-            found = {name: (head.state, head.round) for name, head in met.items()}
+            found = map_values(_progress_of, met)
             if found != seen:
                 seen, until = found, time.monotonic() + self.patience.start
                 self.log(
@@ -1016,7 +1035,8 @@ class Node:
             if self.is_waiting and time.monotonic() > until + self.patience.quorum_wait:
                 raise QuorumError(
                     f"{len(met)} of {least} other members have answered (min_peers) for "
-                    f"{self.patience.quorum_wait:.0f} s (quorum_wait): start this node again with them"
+                    f"{self.patience.quorum_wait:.0f} s (quorum_wait): start this node again with "
+                    "them"
                 )
             if self.is_waiting and may_say() is not None:
                 self._log_quorum(len(met), least, set(names) - set(met))
@@ -1035,7 +1055,9 @@ class Node:
         return met
 
     def _linger(self) -> None:
-        """Stay while members that took part but are not done, or new ones, need this node's messages.
+        """Stay while others need this node's messages.
+
+        Those are members that took part but are not done, and new ones.
 
         Who has not begun yet needs them all. Who does not answer now, or was killed, may come back.
         """
@@ -1045,11 +1067,9 @@ class Node:
             late = self.participants.late_members
         while time.monotonic() < until:
             self.update_roster()
-            found = {
-                n: (h.state, h.round)
-                for n, h in self.ask_heads([*self.other_members, *late]).items()
-            }
-            done = self._done | {n for n, (state, _) in found.items() if state == "done"}
+            met = self.ask_heads([*self.other_members, *late])
+            found = map_values(_progress_of, met)
+            done = self._done | {n for n, head in met.items() if head.state == "done"}
             late = [n for n in late if n not in done]
             if self.late and (self._done_answers >= len(self._met) or not found):
                 # the last of those who waited for this node reads its answer
@@ -1059,6 +1079,7 @@ class Node:
             open_ = there & set(self.other_members) - done
             if not late and not self.late and not open_:
                 return
+            # Said once for each of them, not in every look.
             if open_ - staying_for:
                 staying_for |= open_
                 self.log("staying", text=f"until {', '.join(sorted(open_)[:20])} are done")

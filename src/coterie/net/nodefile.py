@@ -13,6 +13,7 @@ from annotated_types import Ge, Le
 
 from coterie._util.files import resolve_path
 from coterie._util.importing import import_function
+from coterie._util.mappings import drop_empty
 from coterie._util.settings import (
     Configurable,
     NonNegativeFloat,
@@ -99,7 +100,8 @@ class NetworkSettings(Configurable):
         quorum_wait: seconds to wait for them in a run that has begun; then the node ends with exit
             status 5. "unlimited" to wait as long as it takes.
         linger: seconds to stay at the end for members that took part, are not done and make no
-            progress, also while they are away; new clients that have not joined yet are among them; "unlimited" to wait for them as long as it takes.
+            progress, also while they are away; new clients that have not joined yet are among them;
+            "unlimited" to wait for them as long as it takes.
         lease: seconds without a sign of life after which a member counts as down; 10 over long
             distances, 3 in one building.
     """
@@ -114,6 +116,7 @@ class NetworkSettings(Configurable):
     min_peers: NonNegativeInt = 1
     quorum_wait: NonNegativeFloat | Literal["unlimited"] = 3600.0
     linger: NonNegativeFloat | Literal["unlimited"] = 120.0
+    # A second at least: half of it is the shortest interval of pings that servers allow.
     lease: Annotated[float, Ge(1)] = 10.0
 
     @property
@@ -124,11 +127,16 @@ class NetworkSettings(Configurable):
     @property
     def patience(self) -> Patience:
         """The settings of the node."""
-        seconds = {
-            name: math.inf if getattr(self, name) == "unlimited" else getattr(self, name)
-            for name in ("start", "quorum_wait", "linger")
-        }
-        return Patience(min_peers=self.min_peers, **seconds)
+        return Patience(
+            min_peers=self.min_peers,
+            start=_to_seconds(self.start),
+            quorum_wait=_to_seconds(self.quorum_wait),
+            linger=_to_seconds(self.linger),
+        )
+
+
+def _to_seconds(setting: float | Literal["unlimited"]) -> float:
+    return math.inf if setting == "unlimited" else setting
 
 
 @dataclass(frozen=True)
@@ -282,7 +290,7 @@ def load_own_rows(
     source = file.data
     every = ("dataset", "study", "federation", "arrays", "folder", "function")
     kinds = {kind: getattr(source, kind) for kind in every}
-    given = {kind: value for kind, value in kinds.items() if value}
+    given = drop_empty(kinds)
     if len(given) != 1:
         raise ConfigError(
             f"[data] gives {', '.join(given) or 'nothing'}; expected exactly one of "
@@ -319,6 +327,7 @@ def load_own_rows(
             (read.train.x, read.train.y),
             (read.test.x, read.test.y) if len(read.test) else None,
         )
+    # Not counted in the data: a class that this node has never seen belongs to the model as well.
     if source.classes is None:
         raise ConfigError(
             "data.classes is missing; every node must name the same number of classes (0: "
@@ -349,6 +358,7 @@ def _build_dataset(file: NodeFile, seed: int, clients: tuple[int, ...]) -> Feder
     """
     name, options = file.data.dataset, dict(file.data.options)
     if name in datasets.OWN_KINDS:
+        # Paths in node.toml are relative to that file, as all others in it are.
         for key in {"path", "test", "schema"} & set(options):
             options[key] = str(file.resolve_path(str(options[key])))
         made = datasets.load_table_or_folder(name, options, shared=True)
@@ -367,6 +377,7 @@ def _build_dataset(file: NodeFile, seed: int, clients: tuple[int, ...]) -> Feder
             train=replace(made.train, columns={**made.train.columns, **owners}),
             clients="client",
         )
+    # The fractions are those of this node: others may split their data in another way.
     config = DataConfig(
         name,
         validation_fraction=file.data.validation,
@@ -401,7 +412,7 @@ def _load_arrays(path: Path) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the arrays in {path}: {error}") from None
     for names in (("x", "y"), ("x_test", "y_test")):
-        if any(n in found for n in names) and not all(n in found for n in names):
+        if len(found.keys() & set(names)) == 1:
             raise DataError(
                 f"{path} holds {', '.join(found)}; expected both of {' and '.join(names)}"
             )

@@ -36,8 +36,8 @@ _TRIAL, _TRIAL_ROUNDS, _TRIAL_LEAST = 10.0, 2, 0.5
 _HELD = 0.9
 # A share of the floor below which no median is slow: so little is not worth a member.
 _BEARABLE = 0.6
-# Rounds; each pause is four times the one before, up to 4 ** 8: in a run of 200 rounds a member that
-# is always slow is tried three times.
+# Rounds; each pause is four times the one before, up to 4 ** 8: in a run of 200 rounds a member
+# that is always slow is tried three times.
 _PAUSE, _MOST_STRIKES = 4, 8
 
 
@@ -115,11 +115,11 @@ class Pace:
         Args:
             without: a member that is not counted.
         """
-        medians = [
-            statistics.median(member.times)
-            for name, member in list(self._members.items())
-            if member.times and not member.strikes and name != without
-        ]
+        medians = []
+        # A copy: other threads add members meanwhile.
+        for name, member in list(self._members.items()):
+            if member.times and not member.strikes and name != without:
+                medians.append(statistics.median(member.times))
         # Of two, the smaller one: a slow member must not pass for typical.
         return statistics.median_low(medians) if medians else 0.0
 
@@ -184,11 +184,12 @@ class Pace:
         with self._lock:
             if worst and len(self._rounds) < _START:
                 self._rounds.add(round)
-            return [
-                Slow(wait.peer, wait.seconds, self._strike(wait.peer, round))
-                for wait in worst.values()
-                if self._is_slow(wait, round) and self._may_strike(wait.peer)
-            ]
+            found = []
+            for wait in worst.values():
+                # In this order: `_is_slow` also notes the time, of every member.
+                if self._is_slow(wait, round) and self._may_strike(wait.peer):
+                    found.append(Slow(wait.peer, wait.seconds, self._strike(wait.peer, round)))
+            return found
 
     def _is_slow(self, wait: Wait, round: int) -> bool:
         """Note a member's time; return whether it is slow."""
@@ -226,7 +227,8 @@ class Pace:
     def describe(self) -> dict[str, tuple[float, bool]]:
         """Return each member's median in seconds (NaN without times), and whether it is slow."""
         with self._lock:
-            return {
-                name: (statistics.median(m.times) if m.times else float("nan"), bool(m.strikes))
-                for name, m in self._members.items()
-            }
+            found = {}
+            for name, member in self._members.items():
+                median = statistics.median(member.times) if member.times else math.nan
+                found[name] = median, bool(member.strikes)
+            return found

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from coterie.errors import TransportError
 
+# Bytes: a line of some 100 for each tensor. A message has few of them, as a model is one row.
 MAX_HEADER = 64 * 1024
 TENSOR = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 _DTYPES = {  # in the order of safetensors, which writes the tensors of a later one first
@@ -33,8 +34,14 @@ _DTYPES = {  # in the order of safetensors, which writes the tensors of a later 
 def escape_text(text: object, most: int = 200) -> str:
     """Return a text that comes from others, in at most so many characters that can be printed."""
     # Cut twice: before, so that little is escaped, and after, because an escape is longer.
-    shown = (c if " " <= c <= "~" else ascii(c)[1:-1] for c in str(text)[:most])
-    return "".join(shown)[:most]
+    shown = str(text)[:most]
+    if not (shown.isascii() and shown.isprintable()):
+        shown = "".join(map(_escape_character, shown))
+    return shown[:most]
+
+
+def _escape_character(character: str) -> str:
+    return character if " " <= character <= "~" else ascii(character)[1:-1]
 
 
 class Refused(TransportError):
@@ -187,11 +194,9 @@ def decode(payload: bytearray, template: Template, *, half: bool = False) -> dic
     """
     entries, start = _decode_header(payload)
     missing = set(template.tensors) - set(entries)
-    extra = {
-        n
-        for n in set(entries) - set(template.tensors)
-        if not (template.free and n.startswith(template.free))
-    }
+    extra = set(entries) - set(template.tensors)
+    if template.free:
+        extra = {name for name in extra if not name.startswith(template.free)}
     if missing or extra:
         raise Refused("names", f"missing {sorted(missing)[:5]}, not expected {sorted(extra)[:5]}")
     axes: dict[str, int] = {}

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from coterie._util.mappings import select_keys, select_prefix
 from coterie.errors import ExchangeError, TransportError
 from coterie.net import identity
 from coterie.net.outbox import NO_LAST, Missing
@@ -30,6 +31,10 @@ _OF_A_MEMBER = 4
 _AT_A_TIME = 64  # of all members
 _SHORT = 0.02  # seconds that are too few for another question
 _LOOK = 0.2  # seconds between two looks, while waiting for answers, at whether this node can go on
+
+
+FIELD = "field."
+"""What the names of a message's extra tensors begin with on the wire."""
 
 
 class RoundMissed(ExchangeError):
@@ -89,13 +94,26 @@ def nan_tensors(tensors: Mapping[str, Tensor], address: Address) -> frozenset[st
     """Return the tensors that may hold NaN: extra vectors for the server, which NaN pads."""
     if address.kind != "request":
         return frozenset()
-    return frozenset(
-        name for name, tensor in tensors.items() if name.startswith("field.") and tensor.ndim
-    )
+    fields = select_prefix(FIELD, tensors)
+    return frozenset(FIELD + name for name, tensor in fields.items() if tensor.ndim)
+
+
+def split_found(
+    found: Mapping[int, Delivery | Missing],
+) -> tuple[dict[int, Delivery], dict[int, str]]:
+    """Return what arrived, and why the rest is missing, by client."""
+    came, lost = {}, {}
+    for client, one in found.items():
+        if isinstance(one, Delivery):
+            came[client] = one
+        else:
+            lost[client] = one.reason
+    return came, lost
 
 
 PROBE = Address(-1, 0, -1, "probe")
 """The address at which every node answers with a megabyte of zeros, to measure the link."""
+# Large enough that the rate of the link counts, and not the way of the question.
 PROBE_BYTES = 1 << 20
 
 
@@ -166,14 +184,15 @@ class Post:
         """Continue with another roster of the run: only messages by its keys count from now on."""
         keys = {m.name: m.key for m in self.roster.members}
         # A member with a new key counts its incarnations from the beginning.
-        self._newest = {m.name: self._newest[m.name] for m in roster.members
-                        if m.name in self._newest and keys.get(m.name) == m.key}  # fmt: skip
+        same = [m.name for m in roster.members if keys.get(m.name) == m.key]
+        self._newest = select_keys(self._newest, same)
         self.roster, self.host_of = roster, roster.host_of
         self.pace.num_others = len(roster.members) - 1
-        public = {m.name: identity.decode_public_key(m.key) for m in roster.members}
-        self._verify = {
-            n: lambda s, data, key=key: identity.verify(key, s, data) for n, key in public.items()
-        }
+        # Decoded once, not for each message: to find a point of the curve from its half takes long.
+        self._verify = {}
+        for member in roster.members:
+            public = identity.decode_public_key(member.key)
+            self._verify[member.name] = partial(identity.verify, public)
 
     def close(self) -> None:
         """Stop asking. The transport's owner closes the transport, which ends open questions."""
@@ -330,9 +349,9 @@ class Post:
             of_host.setdefault(self.host_of.get(address.client, ""), []).append(address)
         # Lane k has each fourth message of a member. The first lanes of all members come first, so
         # that the threads begin with all members.
-        lanes = [
-            mine[lane::_OF_A_MEMBER] for lane in range(_OF_A_MEMBER) for mine in of_host.values()
-        ]
+        lanes = []
+        for lane in range(_OF_A_MEMBER):
+            lanes += [mine[lane::_OF_A_MEMBER] for mine in of_host.values()]
 
         def fetch_in_turn(lane: list[Address]) -> dict[int, Delivery | Missing]:
             return {address.client: fetch_one(address) for address in lane}
@@ -355,7 +374,7 @@ class Post:
     def _await_all(self, questions: Iterable[Callable[[], _Answer]]) -> list[_Answer]:
         """Ask side by side, and wait for all answers as long as this node can go on."""
         try:
-            asked = [self._pool.submit(question) for question in questions]
+            asked = list(map(self._pool.submit, questions))
         except RuntimeError:  # the pool is shut down
             raise TransportError("this node is closed and sends no more requests") from None
         try:
@@ -388,6 +407,8 @@ class Post:
             TransportError: when no server answers for `Terms.server_wait` seconds, or when this
                 node is closed.
         """
+        # The pause doubles up to five seconds: a server that is just late is met at once, and one
+        # that is away for long is not asked for nothing by all its clients.
         until, pause = time.monotonic() + self.terms.server_wait, 0.2
         while True:
             # The server itself waits a deadline for its clients before it answers.

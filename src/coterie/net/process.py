@@ -133,6 +133,7 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
             audit.record_event(event, level, details)
             status.note_event(event, level, details)
 
+        # From here on: what happens before has no folder to be written to.
         log.also = record
         _write_study_files(
             folder, config.format_study(study), json.dumps(describe_federation(federation))
@@ -143,6 +144,7 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
             transport = stack.enter_context(
                 open_transport(file, roster, own, insecure=insecure, log=log)
             )
+        # Asked before each answer: what cannot be written down is not sent.
         transport.outbox.permit = audit.record_answer
         node = Node(
             nodefile.make_run_spec(study), federation, roster, transport, own.sign, folder,
@@ -170,10 +172,9 @@ def defer_signals() -> Iterator[None]:
         yield  # signals reach the main thread only
         return
     caught: list[int] = []
-    handlers = {
-        number: signal.signal(number, lambda number, frame: caught.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers[number] = signal.signal(number, lambda number, frame: caught.append(number))
     try:
         yield
     finally:

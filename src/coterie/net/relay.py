@@ -1,7 +1,7 @@
 """A relay: puts members through to the ones that only dial out (see `tunnel`).
 
-It has a certificate of the run and is no member. What it passes on is the TLS of two members: it can
-drop, delay and count, and read or change nothing. It holds what is in flight, and no state.
+It has a certificate of the run and is no member. What it passes on is the TLS of two members: it
+can drop, delay and count, and read or change nothing. It holds what is in flight, and no state.
 """
 
 import asyncio
@@ -161,6 +161,7 @@ class Relay(GrpcServer):
         mine = sum(number for (name, _), number in self._open.items() if name == asker)
         may_open = self._opened.setdefault(asker, RateLimit(_OPENED, _WITHIN))
         pair = asker, to
+        # Open tunnels, those to one member, and how fast they come: each alone could be used up.
         if mine >= self._most or self._open[pair] >= _OF_A_PAIR or may_open() is None:
             self._count_refusal("too_many", asker, f"{mine} tunnels, {self._open[pair]} to {to}")
             await abort_missing(context, Missing("busy"))
@@ -183,6 +184,7 @@ class Relay(GrpcServer):
         self.carried[asker] += number
         if self._rate:
             now = time.monotonic()
+            # A leaky bucket: what was not used before does not add up.
             self._paid[asker] = max(now, self._paid.get(asker, 0.0)) + number / self._rate
             if self._paid[asker] > now + _BURST:
                 await asyncio.sleep(self._paid[asker] - now - _BURST)
@@ -200,15 +202,15 @@ class Relay(GrpcServer):
     def prometheus_samples(self) -> list[Sample]:
         """Return numbers for Prometheus."""
         attached, tunnels = len(self.switchboard.attached), sum(self._open.values())
-        return [
-            *super().prometheus_samples(),
+        samples = super().prometheus_samples()
+        samples += [
             ("coterie_relay_attached", "members with a stream open", {}, attached),
             ("coterie_relay_tunnels", "tunnels that are open", {}, tunnels),
-            *(
-                ("coterie_relay_bytes_total", "bytes carried, by who asks", {"member": name}, sent)
-                for name, sent in sorted(self.carried.items())
-            ),
         ]
+        metric, text = "coterie_relay_bytes_total", "bytes carried, by who asks"
+        for name, sent in sorted(self.carried.items()):
+            samples.append((metric, text, {"member": name}, sent))
+        return samples
 
     def close(self) -> None:
         """Leave."""

@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from coterie.errors import PeerMismatch, TransportError
 from coterie.net import identity
 from coterie.net.wire import NAME, SIGNATURE, VERSION
 
+# It precedes what is signed, so that a signature of another kind of text never counts here.
 _DOMAIN = b"coterie roster 1\n"
 _HEX = re.compile(r"[0-9a-f]*")
+# A roster of as many stays below `wire.MAX_ROSTER`, and their names below `wire.MAX_HEAD`.
 MAX_MEMBERS = 1000
 
 
@@ -121,16 +124,16 @@ class Roster:
     def find_problems(self) -> list[str]:
         """Return the roster's internal errors; empty for a valid roster."""
         names, everyone = [m.name for m in self.members], self.everyone
-        clients = sorted([*self.removed, *(c for m in self.members for c in m.clients)])
-        found = [
-            f"name {n[:80]!r}; expected 1 to 63 of a-z, 0-9 and -"
-            for n in (m.name for m in everyone)
-            if not NAME.fullmatch(n)
-        ]
+        clients = sorted([*self.removed, *chain.from_iterable(m.clients for m in self.members)])
+        found = []
+        for member in everyone:
+            if not NAME.fullmatch(member.name):
+                found.append(f"name {member.name[:80]!r}; expected 1 to 63 of a-z, 0-9 and -")
         if not NAME.fullmatch(self.run):
             found.append(f"run {self.run[:80]!r}; expected 1 to 63 of a-z, 0-9 and -")
         if not 1 <= len(names) <= MAX_MEMBERS:
             found.append(f"{len(names)} members; expected 1 to {MAX_MEMBERS}")
+        # In one form each: two members behind one address would be mistaken for each other.
         addresses = [_normalize_address(m.address) for m in everyone if not m.is_outbound]
         for what, values in (("name", [m.name for m in everyone]), ("address", addresses),
                              ("key", [m.key for m in everyone if m.key])):  # fmt: skip
@@ -197,14 +200,19 @@ class Roster:
     @property
     def host_of(self) -> dict[int, str]:
         """The member that hosts each client."""
-        return {client: member.name for member in self.members for client in member.clients}
+        hosts = {}
+        for member in self.members:
+            hosts |= dict.fromkeys(member.clients, member.name)
+        return hosts
 
     @property
     def client_names(self) -> dict[int, str]:
         """The name of each client that is the only one of its member: the member's."""
-        return {
-            member.clients[0]: member.name for member in self.members if len(member.clients) == 1
-        }
+        names = {}
+        for member in self.members:
+            if len(member.clients) == 1:
+                names[member.clients[0]] = member.name
+        return names
 
 
 def _normalize_address(address: str) -> str:
@@ -241,7 +249,8 @@ def dumps(roster: Roster) -> str:
             for field in fields(Member):
                 value = getattr(member, field.name)
                 lines.append(
-                    f"{field.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}"
+                    f"{field.name} = "
+                    f"{json.dumps(list(value) if isinstance(value, tuple) else value)}"
                 )
     return "\n".join(lines) + "\n"
 
@@ -363,6 +372,7 @@ def parse_signed(
     signature, text = data[:SIGNATURE], data[SIGNATURE:]
     if not identity.verify(organizer, signature, _DOMAIN + text):
         raise TransportError(f"{what}: it was changed, or belongs to another run")
+    # Parsed only now: nothing of a text is interpreted before its signature is checked.
     return loads(text.decode("utf-8", "replace"))
 
 
@@ -412,6 +422,7 @@ def check_file(
                 f"the certificate of {member.name} ended on {end:%Y-%m-%d %H:%M} UTC; sign a new "
                 "request"
             )
+        # Two days are warned of in any case, also where certificates are made for a short time.
         elif end - now < timedelta(days=2):
             found.append(
                 f"the certificate of {member.name} ends on {end:%Y-%m-%d %H:%M} UTC, in less than "
@@ -446,6 +457,7 @@ def _find_unreachable(roster: Roster) -> list[str]:
 
 NOTICE_DAYS = (30, 14, 7, 1)
 """Days before the end of a certificate at which nodes log it."""
+# From here on a notice is an error in the log, and a problem of the roster for all who check it.
 _GRAVE_DAYS = 7
 
 
@@ -466,6 +478,7 @@ def find_ends(roster: Roster, now: datetime) -> dict[str, tuple[float, int | Non
                 # A notice that was due before the roster was signed is not given again.
                 if at <= now and (days == 0 or at > signed):
                     due.append(days)
+            # The newest notice is that of the fewest days, since it comes last.
             found[member.name] = (end - now) / timedelta(days=1), min(due, default=None)
     return found
 

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from coterie._util.files import write_atomically
+from coterie._util.mappings import drop_keys
 from coterie.errors import ConfigError, TransportError
 from coterie.net import head, latecomers, nodefile
 from coterie.net import roster as rosters
@@ -13,6 +14,7 @@ from coterie.net.identity import certificate_name, check_address, load_certifica
 from coterie.net.roster import Member, Roster
 from coterie.studies import config
 
+# Apart from each other: the place of a member in its file is its client's id.
 MEMBERS, RELAYS = "members.json", "relays.json"
 
 
@@ -55,6 +57,7 @@ def check_member(folder: Path, name: str, *, relay: bool = False) -> None:
     if name in (load_members(folder) if relay else load_relays(folder)):
         kind = "a member" if relay else "a relay"
         raise ConfigError(f"{name} is {kind}; agree on another name")
+    # "" stands for a member that was removed: its entry keeps the places of the later ones.
     if load_members(folder).get(name) == "":
         raise ConfigError(
             f"{name} was removed, and neither names nor ids are used again; agree on another name"
@@ -91,8 +94,10 @@ def remove_member(folder: Path, name: str) -> Roster:
     old = rosters.load(folder / "roster.toml", folder / "organizer.pub")
     if name in (relays := load_relays(folder)):
         left = tuple(relay for relay in old.relays if relay.name != name)
+        # The roster first: an entry that is lost before it would leave a relay that nobody can
+        # remove.
         made = _sign_next(folder, replace(old, relays=left))
-        _save_addresses(folder / RELAYS, {n: at for n, at in relays.items() if n != name})
+        _save_addresses(folder / RELAYS, drop_keys(relays, {name}))
         return made
     member = old.member(name)
     if old.server == name:
@@ -132,6 +137,7 @@ def rekey_member(
     member = old.member(name)
     at = check_address(address) if address else member.address
     changed = _replace_member(old, replace(member, address=at))
+    # After the changed entry was checked: a wrong address must not leave a new certificate behind.
     certificate = sign_request(folder, request, name, at, days=days, new_key=True)
     new = rosters.add_certificate(changed.member(name), certificate)
     return _store_moved(folder, _replace_member(changed, new), name)
@@ -164,7 +170,9 @@ def move_member(folder: Path, name: str, address: str) -> Roster:
 
 def _replace_member(old: Roster, new: Member) -> Roster:
     """Return a roster with another entry of one member, which is checked."""
-    return replace(old, members=tuple(new if m.name == new.name else m for m in old.members))
+    members = list(old.members)
+    members[members.index(old.member(new.name))] = new
+    return replace(old, members=tuple(members))
 
 
 def _store_moved(folder: Path, changed: Roster, name: str) -> Roster:
@@ -228,6 +236,7 @@ def write_roster(
         load_run_id(folder),
         tuple(members),
         len(known),
+        # Members refuse a roster whose version is not above the one that they have seen.
         version=_last_version(folder) + 1,
         study=head.study_hash(plan.common_settings(len(known))),
         # The shape of an input and the number of classes make the model: no data are needed.

@@ -27,8 +27,8 @@ def split_secret(secret: bytes, holders: int, threshold: int) -> list[bytes]:
     """
     if len(secret) != SECRET or not 1 <= threshold <= holders:
         raise ExchangeError(
-            f"{len(secret)} bytes in {holders} shares with threshold {threshold}; expected {SECRET} "
-            "bytes, and a threshold of at most the shares"
+            f"{len(secret)} bytes in {holders} shares with threshold {threshold}; expected "
+            f"{SECRET} bytes, and a threshold of at most the shares"
         )
     # The lowest coefficient is the secret; the others are drawn for this secret alone.
     terms = [
@@ -36,8 +36,10 @@ def split_secret(secret: bytes, holders: int, threshold: int) -> list[bytes]:
         *(secrets.randbelow(PRIME) for _ in range(threshold - 1)),
     ]
     shares = []
+    # From 1: the value at 0 is the secret itself.
     for place in range(1, holders + 1):
         value = 0
+        # Horner's scheme, from the highest coefficient down.
         for term in reversed(terms):
             value = (value * place + term) % PRIME
         shares.append(value.to_bytes(SHARE, "big"))
@@ -51,6 +53,7 @@ def combine_shares(shares: Mapping[int, bytes]) -> bytes:
         ExchangeError: when they are shares of no secret: some of them are wrong.
     """
     places = {holder + 1: int.from_bytes(share, "big") for holder, share in shares.items()}
+    # Lagrange's interpolation at 0, where the polynomial has the secret.
     value = 0
     for place, found in places.items():
         above, below = 1, 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie._util.mappings import prefix_keys
 from coterie.errors import ExchangeError
 from coterie.exchange.base import SAMPLES, Inbox, Message, Reply, Rule, check_reply
 from coterie.exchange.secure_sum import (
@@ -26,8 +27,7 @@ from coterie.functional.fixed_point import WORD_BYTES
 from coterie.net.masking import DIGEST, KeyList, MaskingClient, SumContext, SummingServer, to_bytes
 from coterie.net.outbox import Missing
 from coterie.net.payload import MAX_HEADER, Refused, Template
-from coterie.net.post import Post, RoundMissed
-from coterie.net.transport import Delivery
+from coterie.net.post import Post, RoundMissed, split_found
 from coterie.net.wire import Address
 
 _U8 = torch.uint8
@@ -40,6 +40,7 @@ def _limit(tensors: Mapping[str, tuple[torch.dtype, tuple[int | str, ...]]], mos
     for dtype, shape in tensors.values():
         entries = 1
         for length in shape:
+            # The limit of a message follows from its form: a peer cannot announce more.
             entries *= most if isinstance(length, str) else length
         size += dtype.itemsize * entries
     return Template(tensors, max_bytes=size)
@@ -96,6 +97,7 @@ class MaskedSum:
 
     def _begin_clients(self, message: Message, first: int) -> None:
         """Make the parts of this node's clients; one whose model does not fit sends nothing."""
+        # A model beyond the range of whole numbers would wrap around, and spoil the sum for all.
         unfit = find_unfit(message, len(self.cohort))
         for row, client in enumerate(self.hosted):
             if client in unfit:
@@ -108,6 +110,9 @@ class MaskedSum:
 
     # ------------------------------------------------------------------ clients
 
+    def _make_keys(self) -> dict[int, Tensors]:
+        return {client: one.make_keys() for client, one in self._clients.items()}
+
     def _take_part(self, first: int) -> None:
         """Do the four steps of the clients of a node that is not the server.
 
@@ -115,9 +120,7 @@ class MaskedSum:
             Refused: when the server relays or asks for what would reveal more than the sum.
         """
         most, clients = len(self.cohort), self._clients
-        answers = self._ask(
-            first, {c: one.make_keys() for c, one in clients.items()}, key_list_template(most)
-        )
+        answers = self._ask(first, self._make_keys(), key_list_template(most))
         sent = self._answer(
             lambda c, got: clients[c].share_secrets(KeyList.from_tensors(got)), answers
         )
@@ -170,15 +173,11 @@ class MaskedSum:
     ) -> tuple[Any, Inbox]:
         server, number, clients = SummingServer(self._context, params), first, self._clients
         try:
-            came = self._collect(
-                number,
-                self.cohort,
-                {c: one.make_keys() for c, one in clients.items()},
-                keys_template(),
-            )
+            came = self._collect(number, self.cohort, self._make_keys(), keys_template())
             listed = server.take_keys(came)
-            self._relay(number, {client: listed.to_tensors() for client in listed.ids})
+            self._relay(number, dict.fromkeys(listed.ids, listed.to_tensors()))
 
+            # Each step has a number of its own: the next messages are at other addresses.
             number, own = self.next_number(), self._own(listed.ids)
             came = self._collect(
                 number, listed.ids, {c: clients[c].share_secrets(listed) for c in own},
@@ -216,6 +215,7 @@ class MaskedSum:
 
     def _note_sum(self, first: int, came: Sequence[int]) -> None:
         """Record whose models are in the sum, and how much of it this node's clients are."""
+        # How much of the sum is this node's own: it says how much the others' part hides.
         own = sum(one.share for client, one in self._clients.items() if client in came)
         self.post.journal({
             "event": "sum", "round": self.round, "exchange": first, "arrived": list(came),
@@ -235,12 +235,12 @@ class MaskedSum:
         found = self.post.fetch_all(
             [replace(address, client=client) for client in others], template, self.post.deadline()
         )
-        came = {**own, **{c: d.tensors for c, d in found.items() if isinstance(d, Delivery)}}
-        lost = {c: m.reason for c, m in found.items() if isinstance(m, Missing)}
+        arrived, lost = split_found(found)
+        came = {**own, **{client: one.tensors for client, one in arrived.items()}}
         self.gone |= set(lost)
         self.post.journal({
             "event": "serve", "round": self.round, "exchange": number, "arrived": sorted(came),
-            "missing": {str(client): why for client, why in lost.items()},
+            "missing": prefix_keys("", lost),
         })  # fmt: skip
         return came
 
@@ -303,4 +303,4 @@ def question_template(most: int) -> Template:
 
 def read_sealed(got: Tensors) -> tuple[list[int], list[bytes]]:
     """Return the ids of clients, and what each encrypted."""
-    return got["ids"].tolist(), [to_bytes(row) for row in got["shares"]]
+    return got["ids"].tolist(), list(map(to_bytes, got["shares"]))

@@ -109,7 +109,7 @@ class Transport(Protocol):
         ...
 
     def prometheus_samples(self) -> list[Sample]:
-        """Return numbers for Prometheus: of questions turned away, and the like; it may be empty."""
+        """Return numbers for Prometheus, such as of questions turned away; it may be empty."""
         ...
 
     def close(self) -> None:
@@ -259,9 +259,9 @@ class InProcess:
         """Return the nodes that have published something and can be reached."""
         with self.hub.lock:
             there = [n for n, node in self.hub.nodes.items() if node._announced]
-            return frozenset(
-                n for n in there if n != self.name and (self.name, n) not in self.hub.cut
-            )
+            cut = {name for name in there if (self.name, name) in self.hub.cut}
+            # As over a network: who cannot be reached is not seen either.
+            return frozenset(there) - cut - {self.name}
 
     def lost_members(self) -> frozenset[str]:
         """Return the nodes that ended without a word and take part no more, or not yet again."""

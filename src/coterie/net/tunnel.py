@@ -1,10 +1,10 @@
 """Tunnels: how a member that accepts no connection is reached.
 
-It dials others, and keeps a stream open (`Attach`) at relays and at members that it dials. Who wants
-to reach it is put through there: down the stream comes the number of a tunnel, and the member calls
-back (`Accept`), on the same connection, and connects that call to its own server. A tunnel carries
-bytes, and in them is the TLS connection of the two members: both certificates are checked as on a
-direct link, and what is between them sees how much travels, and when.
+It dials others, and keeps a stream open (`Attach`) at relays and at members that it dials. Who
+wants to reach it is put through there: down the stream comes the number of a tunnel, and the member
+calls back (`Accept`), on the same connection, and connects that call to its own server. A tunnel
+carries bytes, and in them is the TLS connection of the two members: both certificates are checked
+as on a direct link, and what is between them sees how much travels, and when.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from coterie._util.mappings import index_by_name
 from coterie.net.grpc_server import (
     MAX_PART,
     SERVICE,
@@ -85,7 +86,10 @@ class CallEnd:
         await self._call.write(data)
 
     async def finish(self) -> None:
-        """Say that nothing follows, and wait until the other side has it: to cancel would drop it."""
+        """Say that nothing follows, and wait until the other side has it.
+
+        To cancel the call at once would drop what is on its way.
+        """
         await self._call.done_writing()
         async with asyncio.timeout(_FLUSH):
             await self._call.code()
@@ -289,13 +293,14 @@ class Tunnels:
         self._turn: dict[str, int] = {}
         self._dialed: dict[str, float] = {}
         self._changes: dict[str, RateLimit] = {}
-        # Held here, as asyncio holds tasks weakly: a tunnel whose task were lost would not be closed.
+        # Held here, as asyncio holds tasks weakly: a tunnel whose task were lost would not be
+        # closed.
         self._going: set[asyncio.Task[None]] = set()
         self._num_accepted, self._closed = 0, False
 
     async def use_roster(self, roster: Roster) -> None:
         """Go on with the relays of a roster."""
-        now = {relay.name: relay for relay in roster.relays}
+        now = index_by_name(roster.relays)
         for name, (relay, channel) in list(self._relays.items()):
             if now.get(name) != relay:
                 del self._relays[name]
@@ -413,7 +418,7 @@ class Tunnels:
         return missing
 
     async def _open_by(self, channel: grpc.aio.Channel, peer: str, wait: float) -> End | Missing:
-        """Open a tunnel by a relay, which waits so long for a member that has just lost its stream."""
+        """Open a tunnel by a relay, which waits so long for a member that just lost its stream."""
         try:
             call = self._call(channel, "Tunnel")
         except grpc.aio.UsageError:  # a newer roster is without this relay: the channel is closed

@@ -21,9 +21,11 @@ from coterie.net.payload import Refused, Template, decode, encode, parse_strict_
 VERSION = 1
 # Bytes: what a node holds at most of an answer that its asker reads slowly.
 CHUNK = 256 * 1024
+# Fourteen fields, each of at most a hundred bytes or so.
 MAX_MANIFEST = 4096
 MAX_HEAD = 128 * 1024  # a thousand names of members are 66 kB
 MAX_ROSTER = 1024 * 1024
+# Two numbers of 32 bytes each: ECDSA on P-256.
 SIGNATURE = 64
 CODECS = ("safetensors", "safetensors-f16")
 KINDS = ("model", "request", "reply", "cohort", "probe", "join")
