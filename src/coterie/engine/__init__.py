@@ -15,6 +15,7 @@ from coterie.engine.native.library import use_threads
 from coterie.engine.optim import LocalTraining, RowOptimizer
 
 __all__ = [
-    "ENGINES", "CompiledEngine", "Engine", "EngineChoice", "LocalTraining", "LoopEngine", "RowOptimizer", "VmapEngine",
+    "ENGINES", "CompiledEngine", "Engine", "EngineChoice", "LocalTraining", "LoopEngine",
+    "RowOptimizer", "VmapEngine",
     "choose_engine", "cross_entropy", "default_block", "make_engine", "use_threads",
 ]  # fmt: skip

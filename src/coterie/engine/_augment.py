@@ -6,6 +6,7 @@ Random crops and flips of images, or a custom function.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -54,6 +55,7 @@ class CropFlip:
         bits = splitmix(splitmix(self.keys[members, None] + step) + places)
         span = 2 * self.padding + 1
         # remainder is never negative, although the bits are signed.
+        # Each draw mixes the one before again, so that the three are independent of each other.
         down, right = bits.remainder(span), splitmix(bits).remainder(span)
         mirror = (splitmix(splitmix(bits)) & 1).bool()
         line = torch.arange(height, device=x.device)
@@ -138,9 +140,7 @@ class FunctionAugmentation:
                     "torch.rand(len(batch), generator=generator, device=batch.device)"
                 )
             _TRIED.add((self.path, x.shape[1:]))
-        return torch.stack(
-            [self._augment(function, own, key) for own, key in zip(x, keys, strict=True)]
-        )
+        return torch.stack(list(map(partial(self._augment, function), x, keys)))
 
     def _augment(self, function: AugmentFunction, batch: Tensor, key: int) -> Tensor:
         shape, kind = batch.shape, batch.dtype

@@ -57,6 +57,7 @@ def explain_module_errors(work: str) -> Iterator[None]:
 
 
 # input entries of one evaluation call, which bounds the activations
+# A device needs large calls to be busy; on a CPU larger ones than this only leave the caches.
 _MAX_INPUT_ENTRIES = {"cpu": 1 << 20, "cuda": 1 << 26}
 # samples of one call of one model on a CPU: the activations of a convolution stay in the cache
 _SAMPLES_ONE_MODEL = 32
@@ -171,13 +172,15 @@ class Engine(ABC):
                 self._halve_blocks()
                 continue
             start = part.stop
+        # Once for all blocks: a device is waited for here, and not in each step.
         return losses.cpu()
 
     def _halve_blocks(self) -> None:
         """Halve the blocks from now on, since the last one did not fit into memory."""
         self._block_divisor *= 2
         torch.cuda.empty_cache()  # does nothing where CUDA was not used
-        text = f"out of memory: blocks of clients are {self._block_divisor} times smaller from now on; no result changes"
+        text = f"out of memory: blocks of clients are {self._block_divisor} times smaller "
+        text += "from now on; no result changes"
         warnings.warn(text, stacklevel=4)
 
     def _train_block(self, rows: Tensor, work: TrainingWork) -> Tensor:
@@ -280,6 +283,7 @@ class Engine(ABC):
             work: one step of one sample for each; see `TrainingWork.split_into_samples`.
         """
         everybody = torch.arange(len(rows), device=rows.device)
+        # Running statistics of single samples are dropped: private training does not move them.
         loss, gradients, _ = self.compute_gradients(rows, *work.gather_batch(everybody, 0, 1))
         return loss, gradients
 
@@ -410,7 +414,7 @@ class Engine(ABC):
         )
 
     def _sample_metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return each metric of every sample, NaN where an output is not finite: [models, samples]."""
+        """Return each metric of every sample, NaN where no output is finite: [models, samples]."""
         models, samples = outputs.shape[:2]
         flat = outputs.reshape(models * samples, *outputs.shape[2:])
         wanted = targets.reshape(models * samples, *targets.shape[2:])
@@ -419,17 +423,19 @@ class Engine(ABC):
             found.append(self.objective.measure_samples(flat, wanted))  # type: ignore[attr-defined]
         # the argmax of NaN is class 0, and an own loss may hide it: neither is a score
         lost = mark_not_finite(flat)
-        values = (value.to(outputs.dtype).add(lost).reshape(models, samples) for value in found)
-        return dict(zip(self.metrics, values, strict=True))
+        values = {}
+        for name, value in zip(self.metrics, found, strict=True):
+            values[name] = value.to(outputs.dtype).add(lost).reshape(models, samples)
+        return values
 
     def _measure_joint_loss(
         self, table: Tensor, pairs: EvaluationPairs, inputs: Mapping[str, Tensor], block: int
     ) -> dict[str, Tensor]:
         """Measure where a sample's loss depends on the other samples of its set."""
-        totals = {
-            name: torch.full((len(pairs.models),), torch.nan, dtype=table.dtype)
-            for name in self.metrics
-        }
+        totals = {}
+        for name in self.metrics:
+            # NaN stays where a set has no samples.
+            totals[name] = torch.full((len(pairs.models),), torch.nan, dtype=table.dtype)
         for number, part, outputs in self.iterate_outputs(table, pairs, inputs, block):
             targets = pairs.samples.prepare_targets(
                 pairs.sample_indices[number, : int(pairs.set_sizes[number])]

@@ -116,7 +116,7 @@ def _draw_poisson_batches(
         # One uniform draw for each step and sample: the sample is in the batch with probability
         # `poisson_rate`.
         inside = rng.generator(purpose, client).random((number, n)) < poisson_rate(local, n)
-        drawn.append([np.flatnonzero(row) for row in inside])
+        drawn.append(list(map(np.flatnonzero, inside)))
     return BatchPlan(*_pad_batches(drawn), count - each, count)
 
 
@@ -126,6 +126,7 @@ def _draw_client_batches(
     """Return one client's batches and the first step of its last epoch."""
     size = min(local.batch_size, samples)
 
+    # Another order in each pass: all samples are seen once before any is seen again.
     def draw_epoch() -> list[np.ndarray]:
         order = stream.permutation(samples)
         stop = samples // size * size if local.drop_last else samples

@@ -417,8 +417,8 @@ def _describe_types(layout: Layout) -> str:
         return ""
     found = ", ".join(f"{name!r} is {str(dtype)[6:]}" for dtype, name in first.items())
     return (
-        f"; rows hold all weights as {str(layout.dtype)[6:]}, and of the module {found}: convert by "
-        "the type of a layer's weight, x.to(self.layer.weight.dtype), or with dtype = 'float64' "
+        f"; rows hold all weights as {str(layout.dtype)[6:]}, and of the module {found}: convert "
+        "by the type of a layer's weight, x.to(self.layer.weight.dtype), or with dtype = 'float64' "
         "give the module in that"
     )
 

@@ -284,7 +284,8 @@ class FlatOptimizer:
             # In its first step PyTorch takes the whole gradient as momentum. Without dampening a
             # momentum that starts at zero becomes the same.
             torch._fused_sgd_(
-                parameters, gradients, self.moments, weight_decay=given["weight_decay"], momentum=given["momentum"],
+                parameters, gradients, self.moments, weight_decay=given["weight_decay"],
+                momentum=given["momentum"],
                 lr=rate, dampening=given["dampening"], nesterov=given["nesterov"], maximize=False,
                 is_first_step=given["dampening"] > 0 and self._number == 1,
             )  # fmt: skip
@@ -293,6 +294,7 @@ class FlatOptimizer:
         (first, second), (beta1, beta2) = self.moments, given["betas"]
         step = torch._fused_adamw_ if self.local.optimizer == "adamw" else torch._fused_adam_
         step(
-            parameters, gradients, [first], [second], [], [self.taken], lr=rate, beta1=beta1, beta2=beta2,
+            parameters, gradients, [first], [second], [], [self.taken], lr=rate, beta1=beta1,
+            beta2=beta2,
             weight_decay=given["weight_decay"], eps=given["eps"], amsgrad=False, maximize=False,
         )  # fmt: skip

@@ -13,6 +13,7 @@ from coterie.errors import first_line
 
 Results = tuple[Tensor, ...]
 # calls with a shape before it is captured, as they settle what is chosen once; shapes captured
+# Each graph keeps the memory of its activations for good, so their number is bounded.
 _FIRST, _MOST = 3, 16
 
 

@@ -21,6 +21,7 @@ from coterie.engine.privacy import clip_factors
 from coterie.models.draws import KEY, KeyedDraws, RefuseDraws
 from coterie.models.layout import Layout
 
+# As oneDNN's kernels for AVX-512 take channels; see `has_unsafe_convolution`.
 _VECTOR = 16  # numbers in the widest registers
 
 

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coterie._util.mappings import map_values
 from coterie.models.layout import copy_module
 
 _ALIGNMENT = 64  # bytes; where PyTorch itself puts a tensor
@@ -74,7 +75,7 @@ def grad_and_value(
             steps._create_differentiable(wrapped)
             loss, aux = function(wrapped, *others)
             # A tensor that the loss does not depend on has a gradient of zero.
-            found = {name: torch.zeros_like(leaf) for name, leaf in wrapped.items()}
+            found = map_values(torch.zeros_like, wrapped)
             if loss.requires_grad:
                 grads = torch.autograd.grad(
                     loss, list(wrapped.values()), create_graph=True, allow_unused=True
@@ -116,7 +117,8 @@ def pool_by_slices(
     height, width = kernel
     rows, columns = x.shape[-2] // height * height, x.shape[-1] // width * width
     # Entry (i, j) of every window, in row-major order.
-    entries = [x[..., i:rows:height, j:columns:width] for i in range(height) for j in range(width)]
+    places = itertools.product(range(height), range(width))
+    entries = [x[..., i:rows:height, j:columns:width] for i, j in places]
     return functools.reduce(_elementwise_max, entries)
 
 
@@ -158,12 +160,13 @@ class _ConvolutionGeometry:
 
     def output_sides(self, x: Tensor) -> tuple[int, int]:
         """Return the height and the width of the result."""
-        each = zip(x.shape[-2:], self.padding, self.dilation, self.kernel, self.stride, strict=True)
-        height, width = (
-            (size + 2 * pad - gap * (kernel - 1) - 1) // step + 1
-            for size, pad, gap, kernel, step in each
-        )
-        return height, width
+        sides = []
+        for size, pad, gap, kernel, step in zip(
+            x.shape[-2:], self.padding, self.dilation, self.kernel, self.stride, strict=True
+        ):
+            # The first window takes gap * (kernel - 1) + 1 places, each further one `step` more.
+            sides.append((size + 2 * pad - gap * (kernel - 1) - 1) // step + 1)
+        return sides[0], sides[1]
 
     def multiply_windows(
         self, windows: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
@@ -372,9 +375,9 @@ def with_counted_batches(module: nn.Module) -> nn.Module:
 
     def counts(part: nn.Module) -> bool:
         stock = type(part).forward is nn.modules.batchnorm._BatchNorm.forward
-        return stock and part.momentum is None and part.track_running_stats  # type: ignore[return-value]
+        return bool(stock and part.momentum is None and part.track_running_stats)
 
-    if not any(counts(part) for part in module.modules()):
+    if not any(map(counts, module.modules())):
         return module
     module = copy_module(module)
     for part in module.modules():

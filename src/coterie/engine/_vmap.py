@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn import functional
 
+from coterie._util.mappings import drop_keys
 from coterie._util.tensors import index_each
 from coterie.engine._base import Engine, Objective, cross_entropy
 from coterie.engine._graphs import ReplayedFunction
@@ -40,11 +41,16 @@ _CONVOLUTIONS = (
 )
 # layers that call none of these functions
 _PLAIN = {
-    nn.Sequential, nn.Linear, nn.Flatten, nn.Identity, nn.Dropout, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU,
+    nn.Sequential, nn.Linear, nn.Flatten, nn.Identity, nn.Dropout, nn.ReLU, nn.Tanh, nn.Sigmoid,
+    nn.GELU,
 }  # fmt: skip
 _ATTENTION: dict[Any, Callable[..., Any]] = {
-    func: attend_plainly(func)
-    for func in (functional.scaled_dot_product_attention, functional.multi_head_attention_forward)
+    functional.scaled_dot_product_attention: attend_plainly(
+        functional.scaled_dot_product_attention
+    ),
+    functional.multi_head_attention_forward: attend_plainly(
+        functional.multi_head_attention_forward
+    ),
 }
 _BOTH = {functional.batch_norm: normalize_batch, **_ATTENTION}
 # On a CPU a client's bits must not depend on the block; a device has a tolerance instead, and few
@@ -90,10 +96,10 @@ class VmapEngine(Engine):
         self._has_convolutions = any(issubclass(kind, _CONVOLUTIONS) for kind in kinds)
         # What modules draw differs between clients: by their keys.
         run = partial(vmap, randomness="different")
-        self._gradients = {
-            device: run(grad_and_value(partial(self._batch_loss, functions)))
-            for device, functions in _TRAINING.items()
-        }
+        self._gradients = {}
+        for device, functions in _TRAINING.items():
+            loss = partial(self._batch_loss, functions)
+            self._gradients[device] = run(grad_and_value(loss))
         self._replayed = ReplayedFunction(self._run_device_gradients) if cuda_graphs else None
         self._objective = cross_entropy_by_gather if objective == cross_entropy else objective
         self._forward = run(self._model_outputs)
@@ -158,7 +164,7 @@ class VmapEngine(Engine):
             keys: zeros, where the inputs have no keys.
             training: whether in training.
         """
-        buffers = {name: value for name, value in inputs.items() if name != KEY}
+        buffers = drop_keys(inputs, {KEY})
         if not self.layout.draws[training]:
             yield buffers
             return
@@ -196,8 +202,8 @@ class VmapEngine(Engine):
     ) -> tuple[Tensor, Tensor, Tensor]:
         layout = self.layout
         views = layout.split_rows(rows.detach())
-        trained = {s.name: views[s.name] for s in layout.slots if s.stop <= layout.trainable}
-        state = {name: view for name, view in views.items() if name not in trained}
+        trained = {slot.name: views[slot.name] for slot in layout.trained_slots}
+        state = drop_keys(views, trained)
         with self._keyed_draws(inputs, _zero_keys(rows), True) as given:
             grads, (losses, new_state) = self._gradients[device](
                 trained, state, {**given, **self._frozen_weights(rows)}, x, y
@@ -230,10 +236,11 @@ class VmapEngine(Engine):
         """
         if rows.device.type != "cpu":
             return {}
-        return {
-            name: tensor.expand(len(rows), *tensor.shape)
-            for name, tensor in self.layout.frozen.items()
-        }
+        found = {}
+        for name, tensor in self.layout.frozen.items():
+            # A view: each row reads the same memory.
+            found[name] = tensor.expand(len(rows), *tensor.shape)
+        return found
 
     def _forward_one(
         self, views: dict[str, Tensor], x: Tensor, inputs: Mapping[str, Tensor], i: int

@@ -23,6 +23,7 @@ from coterie.models.draws import KEY, splitmix
 
 _GOLDEN = 0x1F123BB5159A55E5  # an odd constant that spreads the keys of successive steps
 # steps of a client, and entries of their inputs, that are gathered at once
+# Few enough that gathered batches are still in the caches when their step comes.
 _STEPS, _GATHERED = 64, 1 << 18
 _PREPARED = 1 << 25  # entries of batches that are augmented before a native program takes them
 _MAX_COMPARED_ENTRIES = 1 << 26  # entries of rows that a device compares at once
@@ -109,10 +110,10 @@ class RawSamples:
         joined = torch.cat([own.flatten().cpu() for own in places])
         found = read_inputs(self.x[joined]).split([own.numel() for own in places])
         # Each in memory of its own, as without a disk: rounding depends on where a batch begins.
-        return [
-            x.reshape(*own.shape, *x.shape[1:]).clone().to(self.device)
-            for x, own in zip(found, places, strict=True)
-        ]
+        parts = []
+        for x, own in zip(found, places, strict=True):
+            parts.append(x.reshape(*own.shape, *x.shape[1:]).clone().to(self.device))
+        return parts
 
     def _read(self, places: Int[Tensor, "..."]) -> Shaped[Tensor, "..."]:
         """Return samples as they are stored, on the device."""
@@ -276,16 +277,17 @@ class TrainingWork:
             augment = replace(augment, keys=splitmix(augment.keys[who] + step) + place)
         if noise is not None:
             noise = replace(noise, keys=noise.keys[who] + step, sigma=noise.sigma[who])
+        inputs = {}
+        for name, value in self.inputs.items():
+            # One step for each sample, whose axis is that of steps.
+            inputs[name] = value[who.to(value.device), step][:, None]
         work = replace(
             self,
             sample_indices=self.sample_indices[who, step, place][:, None, None],
             batch_sizes=torch.ones(len(owner), 1, dtype=torch.int64),
             anchor=None,
             prox=0.0,
-            inputs={
-                name: value[who.to(value.device), step][:, None]
-                for name, value in self.inputs.items()
-            },
+            inputs=inputs,
             draw_keys=keys,
             augment=augment,
             noise=noise,
@@ -298,14 +300,13 @@ class TrainingWork:
 
     def iterate_steps(self) -> Iterator[tuple[int, Int[Tensor, " members"], Batch]]:
         """Return each step, the clients that have batches of one size in it, and these batches."""
-        steps = [
-            (step, size, members)
-            for step in range(self.num_steps)
-            for size, members in self.group_by_size(step)
-        ]
-        read = self.samples.prepare_each(
-            self.sample_indices[members, step, :size] for step, size, members in steps
-        )
+        steps, places = [], []
+        for step in range(self.num_steps):
+            for size, members in self.group_by_size(step):
+                steps.append((step, size, members))
+                places.append(self.sample_indices[members, step, :size])
+        # All of them at once, so that what is on a disk is read ahead over the steps.
+        read = self.samples.prepare_each(places)
         for (step, size, members), x in zip(steps, read, strict=True):
             yield step, members, self.gather_batch(members, step, size, x)
 
@@ -559,7 +560,7 @@ def _compare_rows(rows: Tensor, pairs: Sequence[tuple[int, int]]) -> list[bool]:
         return []
     size = max(1, _MAX_COMPARED_ENTRIES // max(1, rows.shape[1]))
     one, other = torch.tensor(pairs).T.to(rows.device)
-    found = [
-        (rows[a] == rows[b]).all(1) for a, b in zip(one.split(size), other.split(size), strict=True)
-    ]
+    found = []
+    for a, b in zip(one.split(size), other.split(size), strict=True):
+        found.append((rows[a] == rows[b]).all(1))
     return torch.cat(found).tolist()

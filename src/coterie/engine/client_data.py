@@ -81,13 +81,14 @@ class ClientData:
             inputs = x.to(device) if isinstance(x, Tensor) else x
             return RawSamples(inputs, targets, dtype, federation.mean, federation.std)
 
+        splits = {}
+        for name, number in SPLITS.items():
+            splits[name] = find_positions(federation.split, number)
         return ClientData(
             federation=federation,
             samples=to_samples(federation.x.flatten(0, 1), federation.y.flatten(0, 1)),
             tests=tuple(to_samples(test.x, test.y) for test in federation.tests),
-            splits={
-                name: find_positions(federation.split, number) for name, number in SPLITS.items()
-            },
+            splits=splits,
             rows=torch.arange(len(federation)),
             ids=federation.ids,
             population=federation.population,
@@ -129,7 +130,7 @@ class ClientData:
 
     def count_test_samples(self) -> Int[Tensor, " clients"]:
         """Return how many samples the test set that serves each client has ($m_k$)."""
-        sizes = torch.tensor([len(test) for test in self.tests])
+        sizes = torch.tensor(list(map(len, self.tests)))
         return sizes[self.test_set_numbers]
 
     def class_counts(self) -> Int[Tensor, "clients classes"]:

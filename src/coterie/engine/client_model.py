@@ -152,10 +152,9 @@ class ClientModel:
         row = self.module_values().cpu()
         fixed = torch.ones(len(row), dtype=torch.bool)
         if not isinstance(self.make, nn.Module):
-            row, other = (
-                draw_initial_params(self.make, self.layout, Rng(seed), EVERYONE).cpu()
-                for seed in (0, 1)
-            )
+            # What two seeds agree on, no seed draws.
+            row = draw_initial_params(self.make, self.layout, Rng(0), EVERYONE).cpu()
+            other = draw_initial_params(self.make, self.layout, Rng(1), EVERYONE).cpu()
             fixed = row == other
         fixed[self.layout.trainable :] = False
         if not self.sharing.shares_all:
@@ -238,25 +237,27 @@ def _check_buffers(
     """
     start = layout.trainable
     if buffers == "reset" and start < layout.size and not isinstance(make, nn.Module):
-        one, other = (draw_initial_params(make, layout, Rng(seed))[start:] for seed in (0, 1))
+        one = draw_initial_params(make, layout, Rng(0))[start:]
+        other = draw_initial_params(make, layout, Rng(1))[start:]
         if not torch.equal(one.nan_to_num(), other.nan_to_num()):
             raise ConfigError(
-                "buffers is 'reset', and the model draws values of its buffers: there are no initial "
-                "ones to restore; use 'local', which keeps each client's own"
+                "buffers is 'reset', and the model draws values of its buffers: there are no "
+                "initial ones to restore; use 'local', which keeps each client's own"
             )
-    batched = [
-        name
-        for name, part in module.named_modules()
-        if isinstance(part, nn.modules.batchnorm._NormBase)
-        and not isinstance(part, nn.modules.instancenorm._InstanceNorm)
-        and part.running_mean is None
-    ]
+    batched = []
+    for name, part in module.named_modules():
+        if not isinstance(part, nn.modules.batchnorm._NormBase):
+            continue
+        # An instance norm takes the statistics of each sample alone, whatever the batch.
+        per_sample = isinstance(part, nn.modules.instancenorm._InstanceNorm)
+        if not per_sample and part.running_mean is None:
+            batched.append(name)
     if batched:
         warnings.warn(
             f"{', '.join(batched[:3])}{', ...' * (len(batched) > 3)}: batch normalization without "
-            "running statistics takes those of the batch in evaluation too, so that what is measured "
-            "depends on how many samples are measured at once; set track_running_stats = True, or "
-            "use GroupNorm",
+            "running statistics takes those of the batch in evaluation too, so that what is "
+            "measured depends on how many samples are measured at once; set track_running_stats = "
+            "True, or use GroupNorm",
             stacklevel=2,
         )
 

@@ -45,7 +45,8 @@ def _why_no_cuda() -> str:
     """Say why there is no CUDA device, and what to do."""
     # A build for ROCm answers to the name of CUDA as well.
     if torch.version.cuda is None and torch.version.hip is None:
-        return f"PyTorch {torch.__version__} is built without CUDA: install a build with it (pytorch.org/get-started)"
+        advice = "install a build with it (pytorch.org/get-started)"
+        return f"PyTorch {torch.__version__} is built without CUDA: {advice}"
     return f"PyTorch {torch.__version__} finds no CUDA device: look at its driver (nvidia-smi)"
 
 

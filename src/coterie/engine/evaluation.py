@@ -22,6 +22,7 @@ from coterie.models.layout import Layout
 from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
 
+# 64 MB in float32: each pair has a whole model of its own then.
 # numbers of received models that are completed with the receiver's own columns at once
 _MAX_COMPLETED_ENTRIES = 1 << 24
 
@@ -128,9 +129,9 @@ class Evaluator:
                 self.data.input_noise(self.rng, "noise"), self._draw_keys(split),
             )  # fmt: skip
             table = torch.cat([mine, received])
-            outputs = [
-                one for _, _, part in self._iterate_outputs(table, pairs, None) for one in part
-            ]
+            outputs = list[Tensor]()
+            for _, _, part in self._iterate_outputs(table, pairs, None):
+                outputs.extend(part)
             if not outputs:  # of a client without samples
                 continue
             targets = samples.prepare_targets(indices[client, : int(counts[client])])
@@ -218,7 +219,7 @@ class Evaluator:
         self, params: Float[Tensor, "clients params"], inputs: Mapping[str, Tensor] | None = None
     ) -> dict[str, Float[Tensor, " clients"]]:
         """Return each client's metrics on the test set that serves it; see `Task.evaluate`."""
-        out = {name: self._all_undefined() for name in self.engine.metrics}
+        out = self._undefined_by_sample()
         for number, _, rows, models, which in self._iterate_test_sets(params, inputs):
             pairs = self._pair_with_test_set(number, models)
             for name, value in self._measure_pairs(params, pairs, inputs).items():
@@ -242,10 +243,10 @@ class Evaluator:
         if not wanted:
             return out
         for number, test, rows, models, which in self._iterate_test_sets(params, inputs):
-            values = {
-                metric.name: torch.full((len(models),), torch.nan, dtype=self.layout.dtype)
-                for metric in wanted
-            }
+            values = {}
+            for metric in wanted:
+                undefined = torch.full((len(models),), torch.nan, dtype=self.layout.dtype)
+                values[metric.name] = undefined
             pairs = self._pair_with_test_set(number, models)
             targets = test.prepare_targets(torch.arange(len(test)))
             for _, part, outputs in self._iterate_outputs(params, pairs, inputs):
@@ -267,7 +268,7 @@ class Evaluator:
         many samples it has.
         """
         clients, classes = len(self.data), self.data.federation.classes
-        values = {name: self._all_undefined() for name in self.engine.metrics}
+        values = self._undefined_by_sample()
         recall = torch.full((clients, classes), torch.nan, dtype=self.layout.dtype)
         counts = torch.zeros(clients, classes, dtype=torch.int64)
         for number, test, rows, models, which in self._iterate_test_sets(params, None):
@@ -286,10 +287,9 @@ class Evaluator:
                 self.data.test_noise(self.rng, number, len(present)),
                 self._test_draw_keys(number, len(present)),
             )
-            means = {
-                name: value.reshape(len(models), len(present))
-                for name, value in self._measure_pairs(params, pairs, None).items()
-            }
+            means = {}
+            for name, value in self._measure_pairs(params, pairs, None).items():
+                means[name] = value.reshape(len(models), len(present))
             # `which` gives each client the row of its model among the different ones.
             recall[rows[:, None], present] = means[metrics.ACCURACY.name][which]
             counts[rows[:, None], present] = size
@@ -315,6 +315,10 @@ class Evaluator:
             right += values[metrics.ACCURACY.name] * len(test)
             total += len(test)
         return (right / total)[which]
+
+    def _undefined_by_sample(self) -> dict[str, Tensor]:
+        """Return NaN for each client, and for each metric that the engine measures by samples."""
+        return {name: self._all_undefined() for name in self.engine.metrics}
 
     def _all_undefined(self) -> Float[Tensor, " clients"]:
         return torch.full((len(self.data),), torch.nan, dtype=self.layout.dtype)

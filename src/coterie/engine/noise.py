@@ -66,6 +66,8 @@ class InputNoise:
                 return x
         who = members[loud]
         start = splitmix(self.keys[who] + step)[:, None]
+        # By the place in the client's row, not in the batch: a sample's noise depends on its step
+        # alone, and not on who is in the batch with it.
         normal = draw_gaussian(
             splitmix(start + places[loud] % self.samples_per_row), math.prod(x.shape[2:])
         )

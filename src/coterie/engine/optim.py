@@ -31,6 +31,7 @@ from coterie.engine.schedules import (
 )
 from coterie.errors import ConfigError, describe_unknown, require
 
+# In this order native programs number them (`native.library`), so that new ones come last.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.0, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0},
     "adam": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
@@ -162,7 +163,7 @@ class LocalTraining(Configurable):
                 "package.module:function"
             )
         # A setting of another optimizer is refused, not ignored, unless it has its default.
-        usual = {item.name: item.default for item in fields(self)}
+        usual = self._default_values()
         for name in _OPTIMIZER_ARGUMENTS:
             found = getattr(self, name)
             if name in OPTIMIZERS.get(self.optimizer, ()) or found == usual[name]:
@@ -185,15 +186,20 @@ class LocalTraining(Configurable):
         ahead = not self.nesterov or (self.momentum > 0 and self.dampening == 0)
         require(ahead, "nesterov", True, "momentum above 0 and dampening 0 with it")
         if self.persistent_client_optimizer:
-            text = f"one of {', '.join(OPTIMIZERS)} with it: the state of {self.optimizer!r} is not kept between rounds"
+            text = f"one of {', '.join(OPTIMIZERS)} with it: "
+            text += f"the state of {self.optimizer!r} is not kept between rounds"
             require(self.custom_optimizer is None, "persistent_client_optimizer", True, text)
             sentence = (
                 "momentum above 0, or an optimizer such as 'adam': plain SGD has no state to keep"
             )
             require(self.num_moments > 0, "persistent_client_optimizer", True, sentence)
         parse_schedules(self.lr_schedule)
-        text = f"one of {', '.join(OPTIMIZERS)} with dp: another class may look at more than the gradient"
+        text = f"one of {', '.join(OPTIMIZERS)} with dp: "
+        text += "another class may look at more than the gradient"
         require(self.custom_optimizer is None or self.dp is None, "optimizer", self.optimizer, text)
+
+    def _default_values(self) -> dict[str, Any]:
+        return {item.name: item.default for item in fields(self)}
 
     @property
     def dp_settings(self) -> DPSGD | None:
@@ -272,7 +278,7 @@ class LocalTraining(Configurable):
 
     def result_settings(self) -> dict[str, Any]:
         """Return what decides results; fields added later only where they differ from defaults."""
-        usual = {item.name: item.default for item in fields(self)}
+        usual = self._default_values()
         # Runs that are older than a field keep their identity as long as it has its default.
         younger = {*ADDED_FIELDS, "persistent_client_optimizer"}
         said = {k: v for k, v in asdict(self).items() if k not in younger or v != usual[k]}
@@ -380,10 +386,9 @@ class RowOptimizer:
         self.local, self.taken = local, None if taken is None else taken.to(rows.device)
         self.arguments = local.optimizer_arguments
         if moments is None:
-            self.state = [
-                torch.full_like(rows, local.initial_accumulator_value)
-                for _ in range(local.num_moments)
-            ]
+            self.state = []
+            for _ in range(local.num_moments):
+                self.state.append(torch.full_like(rows, local.initial_accumulator_value))
         else:
             self.state = list(moments.unbind(1))
 

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from coterie._util import extras
+from coterie._util.mappings import number_items
 from coterie._util.settings import (
     NONE,
     Configurable,
@@ -212,7 +213,7 @@ class PrivacyLedger:
         https://arxiv.org/abs/1908.10530), which opacus computes. Several gradients of one batch,
         $k$ of them, are one query with noise $\sigma / \sqrt{k}$.
         """
-        wanted = {client: row for row, client in enumerate(ids.tolist())}
+        wanted = number_items(ids.tolist())
         found = torch.zeros(len(ids), dtype=torch.float64)
         divergence: dict[int, np.ndarray] = {}
         # In a fixed order, so that a resumed run adds up the same floating-point sum.
@@ -226,9 +227,10 @@ class PrivacyLedger:
     def snapshot(self) -> dict[str, Tensor]:
         """Return it as tensors, for a checkpoint; none where nothing was used."""
         # Sorted: the order of uses depends on who trained first, and a checkpoint has fixed bytes.
-        rows = [
-            (client, query, times) for (client, query), times in sorted(self.uses.items()) if times
-        ]
+        rows = []
+        for (client, query), times in sorted(self.uses.items()):
+            if times:
+                rows.append((client, query, times))
         if not rows:
             return {}
         whole = torch.tensor([[client, query.gradients, times] for client, query, times in rows])
@@ -244,9 +246,8 @@ class PrivacyLedger:
         """Restore the result of `snapshot`."""
         self.uses.clear()
         if tensors:
-            columns = [
-                tensors[name].tolist() for name in ("client", "rate", "noise", "gradients", "times")
-            ]
+            names = ("client", "rate", "noise", "gradients", "times")
+            columns = [tensors[name].tolist() for name in names]
             for client, rate, noise, gradients, times in zip(*columns, strict=True):
                 self.uses[client, PrivateQuery(rate, noise, gradients)] = times
 

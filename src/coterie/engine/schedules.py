@@ -240,8 +240,11 @@ class CustomSchedule(LrSchedule):
 
 
 SCHEDULES: dict[str, type[LrSchedule]] = {
-    one.kind: one
-    for one in (WarmupSchedule, LinearSchedule, CosineSchedule, ExponentialSchedule, StepSchedule)
+    WarmupSchedule.kind: WarmupSchedule,
+    LinearSchedule.kind: LinearSchedule,
+    CosineSchedule.kind: CosineSchedule,
+    ExponentialSchedule.kind: ExponentialSchedule,
+    StepSchedule.kind: StepSchedule,
 }
 """Every bundled schedule by its name."""
 
@@ -295,7 +298,7 @@ def schedule_tables(given: Any) -> Any:
     if given == NONE:  # which is a text, as a name is
         return None
     if isinstance(given, list | tuple):
-        return tuple(schedule_tables(one) for one in given)
+        return tuple(map(schedule_tables, given))
     if isinstance(given, CustomSchedule):
         return {"kind": given.path, "over": given.over}
     if isinstance(given, LrSchedule):

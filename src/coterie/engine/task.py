@@ -485,9 +485,9 @@ def _check_meaning(outputs: int, names: Sequence[str], keeps_given: bool) -> Non
     Raises:
         ModelError: for weights that were given, where each label is the number of an output.
     """
-    if outputs <= len(names) or not all(WHOLE.fullmatch(name) for name in names):
+    if outputs <= len(names) or not all(map(WHOLE.fullmatch, names)):
         return
-    labels = [int(name) for name in names]
+    labels = list(map(int, names))
     place = next((i for i, label in enumerate(labels) if i != label), None)
     if place is None:  # they are the numbers of their classes
         return

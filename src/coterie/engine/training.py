@@ -362,9 +362,10 @@ class Trainer:
         """
         counts = self.data.count_samples("train").tolist()
         # Batch sizes follow from the settings, so that nothing is drawn here.
-        alone = [
-            row for row, number in enumerate(counts) if smallest_batch_size(local, number) == 1
-        ]
+        alone = []
+        for row, number in enumerate(counts):
+            if smallest_batch_size(local, number) == 1:
+                alone.append(row)
         if not alone or self._can_train_on_one_sample():
             return
         name, samples = owner or self.data.client_name(alone[0]), counts[alone[0]]

@@ -89,9 +89,9 @@ class RefuseDraws(TorchDispatchMode):
         """Run one operation, unless it is random."""
         if is_random(func):
             raise ModelError(
-                f"the model draws random numbers again in its backward pass ({_name(func)}), as with "
-                "torch.utils.checkpoint: the gradient would be of other ones than the outputs; "
-                "switch checkpointing off, or keep what draws outside of it"
+                f"the model draws random numbers again in its backward pass ({_name(func)}), as "
+                "with torch.utils.checkpoint: the gradient would be of other ones than the "
+                "outputs; switch checkpointing off, or keep what draws outside of it"
             )
         return func(*args, **(kwargs or {}))
 

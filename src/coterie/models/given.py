@@ -1,4 +1,4 @@
-"""The module that a user gives: refused where it cannot be trained, its lazy layers materialized."""
+"""A module that a user gives: refused where it cannot be trained, its lazy layers materialized."""
 
 import copy
 import functools
@@ -9,7 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.parameter import (
+    UninitializedBuffer,
+    UninitializedTensorMixin,  # type: ignore[attr-defined]
+)
 from torch.nn.utils import parametrize
 from torch.nn.utils.weight_norm import WeightNorm
 
@@ -62,18 +65,16 @@ def check_module(module: object, what: str) -> nn.Module:
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             raise ModelError(
-                f"{what} has no values for {name!r}, which is on the device 'meta'; load or draw its "
-                "weights first"
+                f"{what} has no values for {name!r}, which is on the device 'meta'; load or draw "
+                "its weights first"
             )
         if _has_gradient_hook(parameter):
             raise ModelError(
                 f"{what} has a hook on the gradient of {name!r} (Tensor.register_hook), which no "
-                "copy of a module keeps, PyTorch's neither; change the gradient in forward, such as "
-                "weight * mask + (weight * (1 - mask)).detach(), or take the hook away"
+                "copy of a module keeps, PyTorch's neither; change the gradient in forward, such "
+                "as weight * mask + (weight * (1 - mask)).detach(), or take the hook away"
             )
-    if {id(one) for one in module.parameters()} != {
-        id(one) for _, one in module.named_parameters()
-    }:
+    if set(map(id, module.parameters())) != {id(one) for _, one in module.named_parameters()}:
         raise ModelError(
             f"{what} has other parameters() than named_parameters(), so that it is not clear which "
             "are trained; take the override away, and freeze the others by requires_grad_(False)"
@@ -84,7 +85,7 @@ def check_module(module: object, what: str) -> nn.Module:
 
 def _warn_of_unregistered_layers(module: nn.Module) -> None:
     """Warn of a layer in a list or a table, which PyTorch neither trains nor stores."""
-    known = {id(part) for part in module.modules()}
+    known = set(map(id, module.modules()))
     for path, part in module.named_modules():
         if type(part).__module__.startswith("coterie."):
             continue  # layers that are made here hold prototypes so
@@ -99,9 +100,9 @@ def _warn_of_unregistered_layers(module: nn.Module) -> None:
                 if any(tensor.requires_grad for tensor in one.parameters()):
                     where = f"{path}.{name}" if path else name
                     warnings.warn(
-                        f"the module has a {type(one).__name__} in {where!r}, a {type(value).__name__}, "
-                        "where PyTorch neither trains nor stores it; use nn.ModuleList or "
-                        "nn.ModuleDict, or freeze it if that is meant",
+                        f"the module has a {type(one).__name__} in {where!r}, a "
+                        f"{type(value).__name__}, where PyTorch neither trains nor stores it; use "
+                        "nn.ModuleList or nn.ModuleDict, or freeze it if that is meant",
                         stacklevel=4,
                     )
                     return
@@ -136,7 +137,10 @@ def _copy_lazy_module(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         # PyTorch copies lazy parameters, and has no copy of lazy buffers (up to 2.13).
         if isinstance(buffer, UninitializedBuffer):
-            made = UninitializedBuffer(device=buffer.device, dtype=buffer.dtype)  # type: ignore[call-arg]
+            made = UninitializedBuffer(
+                device=buffer.device,  # type: ignore[call-arg]
+                dtype=buffer.dtype,  # type: ignore[call-arg]
+            )
             memo[id(buffer)] = made
     return copy_deeply(module, memo)
 
@@ -251,7 +255,9 @@ def redraw_weights(module: nn.Module) -> nn.Module:
 
 def list_kept_tensors(module: nn.Module) -> list[str]:
     """Return the trained parameters that `redraw_weights` leaves as they are."""
-    drawn = {id(t) for part, _ in _iterate_resets(module) for t in part.parameters()}
+    drawn = set()
+    for part, _ in _iterate_resets(module):
+        drawn |= set(map(id, part.parameters()))
     named = module.named_parameters()
     return [name for name, t in named if t.requires_grad and id(t) not in drawn]
 

@@ -54,9 +54,9 @@ class NamedModel:
         kind: a name of `NETS`; the import path, "package.module:Net", of a subclass of nn.Module or
             of a function that returns a module; or "hf:PATH_OR_NAME", a model of transformers, see
             `pretrained.load_pretrained`.
-        options: arguments of what the import path or "hf:" names. `features` (the shape of one input) and
-            `outputs` (classes, or numbers of a target) are added where it takes them and they are
-            not given.
+        options: arguments of what the import path or "hf:" names. `features` (the shape of one
+            input) and `outputs` (classes, or numbers of a target) are added where it takes them and
+            they are not given.
         output: which entry of what the module returns is its output; see `OutputConversion`.
         adapter: what is trained in place of the module's own weights: the settings of a
             `pretrained.AdapterConfig`; empty for none.
@@ -246,6 +246,7 @@ class Layout:
             for name in getattr(part, "input_buffers", ()):
                 inputs.append(join_path(path, name))
         self.inputs = tuple(inputs)
+        # Until a trial of the engine has shown what is drawn in training and in evaluation.
         self.draws = {True: True, False: True}
         # Two modules, because training and evaluation mode are state of a module; frozen weights
         # are shared.
@@ -267,8 +268,11 @@ class Layout:
             if tensor.is_floating_point():
                 position = self._add_slot(name, tensor, position)
             elif self._is_count(name, tensor):
+                # A count, such as the number of batches seen, is averaged as a number and rounded
+                # when used.
                 self.whole[name] = tensor.dtype
                 position = self._add_slot(name, tensor, position)
+        # Trained entries come first, so that optimizers and gradients take a slice of a row.
         self.size = position
         self._aliases = _find_aliases(self.train_module)
         if not self.trainable:
@@ -301,6 +305,16 @@ class Layout:
         stop = start + tensor.numel()
         self.slots.append(Slot(name, tuple(tensor.shape), start, stop))
         return stop
+
+    @functools.cached_property
+    def trained_slots(self) -> tuple[Slot, ...]:
+        """The slots of trained parameters, with which a row begins."""
+        return tuple(slot for slot in self.slots if slot.stop <= self.trainable)
+
+    @functools.cached_property
+    def state_slots(self) -> tuple[Slot, ...]:
+        """The slots of the state that is not trained, with which a row ends."""
+        return tuple(self.slots[len(self.trained_slots) :])
 
     @functools.cached_property
     def original_names(self) -> dict[str, tuple[str, ...]]:
@@ -356,6 +370,7 @@ class Layout:
             return ""
         digest = hashlib.sha256()
         for name, tensor in self.frozen.items():
+            # With name and shape: equal bytes in another order are other weights.
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
             digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
@@ -540,6 +555,7 @@ def cnn_b(features: tuple[int, ...], outputs: int) -> nn.Module:
     before each.
     """
     channels, height, width = features
+    # Images of 8x8, such as the bundled digits, would be too small for two convolutions otherwise.
     pad = 1 if min(height, width) < 10 else 0
     flat = 32 * _pooled_side(height, 3, 3, pad=pad) * _pooled_side(width, 3, 3, pad=pad)
     return nn.Sequential(

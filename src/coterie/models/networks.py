@@ -56,7 +56,8 @@ def simple_cnn(features: tuple[int, ...], outputs: int) -> nn.Module:
         nn.Conv2d(channels, 16, 5), nn.LeakyReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 5, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2),
         nn.Conv2d(32, 64, 3, padding=1), nn.LeakyReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(64 * conv_output_side(height) * conv_output_side(width), 128), nn.LeakyReLU(), nn.Linear(128, outputs),
+        nn.Linear(64 * conv_output_side(height) * conv_output_side(width), 128), nn.LeakyReLU(),
+        nn.Linear(128, outputs),
     )  # fmt: skip
     for part in module:
         if isinstance(part, nn.Conv2d | nn.Linear):

@@ -229,7 +229,8 @@ def _describe_no_match(layout: Layout, pattern: str, what: str) -> str:
     """Say that a pattern matches nothing."""
     plain = pattern.removeprefix("!")
     if any(_matches_pattern([name], plain) for name in layout.frozen):
-        return f"{what}: {pattern!r} matches frozen weights alone, which all clients have and nobody sends"
+        why = "which all clients have and nobody sends"
+        return f"{what}: {pattern!r} matches frozen weights alone, {why}"
     tensors = list(itertools.chain.from_iterable(layout.original_names.values()))
     # Every module on the way to a tensor: patterns may name any of them.
     modules = set()
@@ -242,4 +243,5 @@ def _describe_no_match(layout: Layout, pattern: str, what: str) -> str:
     listed = ", ".join(near or tensors[:6])
     if not near and len(tensors) > 6:
         listed += ", ..."
-    return f"{what}: {pattern!r} matches no tensor of the model; {'near names are' if near else 'it has'} {listed}"
+    listed = f"{'near names are' if near else 'it has'} {listed}"
+    return f"{what}: {pattern!r} matches no tensor of the model; {listed}"

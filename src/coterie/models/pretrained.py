@@ -40,8 +40,11 @@ TASKS = {
     "image-cls": ("AutoModelForImageClassification", None),
     "seq2seq-lm": ("AutoModelForSeq2SeqLM", "SEQ_2_SEQ_LM"),
 }
-"""For each task, the class of transformers that loads a model, and the name that peft has for it."""
+"""For each task, the class of transformers that loads a model, and the name that peft has for it.
+"""
 
+# None of them is the end of another, so that their order says nothing.
+# The task of a stored model by the end of the name of its class.
 _SUFFIXES = {
     "ForCausalLM": "causal-lm",
     "LMHeadModel": "causal-lm",
@@ -50,7 +53,6 @@ _SUFFIXES = {
     "ForImageClassification": "image-cls",
     "ForConditionalGeneration": "seq2seq-lm",
 }
-"""The task of a stored model by the end of the name of its class."""
 
 _REACH_SECONDS = 5.0  # to connect; a Hub that does not answer would be asked again for a minute
 
@@ -68,8 +70,8 @@ class AdapterConfig(Configurable):
             the mean of the clients' B is that of their updates (Sun et al., Improving LoRA in
             privacy-preserving federated learning, 2024, https://arxiv.org/abs/2403.12313).
         r: the rank; or a list of ranks, which clients take in turn by their number; or a table with
-            the rank of each client by its name. With several ranks, what a client receives is cut to
-            its own, and messages are as wide as the largest.
+            the rank of each client by its name. With several ranks, what a client receives is cut
+            to its own, and messages are as wide as the largest.
         alpha: see above; with several ranks r is the largest, so that updates of all clients mean
             the same.
         target: names of the layers, or the ends of their names; "all-linear" alone for all linear
@@ -98,6 +100,7 @@ class AdapterConfig(Configurable):
                 raise ConfigError(
                     f"r is {dict(self.r)}; expected the rank of each client by its name, 1 or more"
                 )
+        # Its A is frozen as it was drawn, and a smaller A is another one.
         if self.kind == "ffa-lora":
             raise ConfigError(
                 f"r is {to_plain(self.r)}, and kind is 'ffa-lora', whose A is one for all clients: "
@@ -142,7 +145,9 @@ class AdapterConfig(Configurable):
                 )
             rank = self.r[name]
         else:
+            # In turn, so that a list of a few ranks serves any number of clients.
             rank = self.r[client % len(self.r)]
+        # Rows have the form of the largest rank, which is also that of `alpha`.
         share = rank / self.largest_rank
         # peft multiplies B A by alpha / r, or by alpha / sqrt(r).
         if self.options.get("use_rslora"):
@@ -177,6 +182,7 @@ def load_pretrained(name: str, outputs: int, options: Mapping[str, Any] | None =
             "wrote, or the name of a model on the Hugging Face Hub"
         )
     with _quiet(transformers):
+        # What is here already is taken from here: a run must not wait for the network.
         local = folder.is_dir() or _is_cached(transformers, where)
         if not local:
             _require_hub(name)
@@ -188,6 +194,7 @@ def load_pretrained(name: str, outputs: int, options: Mapping[str, Any] | None =
             if task not in TASKS:
                 raise ConfigError(f"model.options: {describe_unknown('task', str(task), TASKS)}")
             if task in ("seq-cls", "image-cls"):
+                # As many as the data have classes, unless the options say otherwise.
                 given.setdefault("num_labels", outputs)
             kind = getattr(transformers, TASKS[task][0])
             return kind.from_pretrained(where, local_files_only=local, **given)
@@ -216,6 +223,7 @@ def attach_adapter(module: nn.Module, adapter: Mapping[str, Any] | AdapterConfig
         config = parse_settings(AdapterConfig, dict(config), "model.adapter")
     peft = _import("peft", f"model.adapter {config.kind!r}")
     target: Any = list(config.target) or None
+    # peft takes this word as a text, and names of layers as a list.
     if target == ["all-linear"]:
         target = "all-linear"
     given: dict[str, Any] = {
@@ -239,6 +247,8 @@ def attach_adapter(module: nn.Module, adapter: Mapping[str, Any] | AdapterConfig
         ) from error
     if config.kind == "ffa-lora":
         for path, parameter in made.named_parameters():
+            # Frozen A, trained B: a mean of products B A is then the product of the mean of B with
+            # A.
             if ".lora_A." in path or ".lora_embedding_A." in path:
                 parameter.requires_grad_(False)
     return made
@@ -246,6 +256,7 @@ def attach_adapter(module: nn.Module, adapter: Mapping[str, Any] | AdapterConfig
 
 def _import(name: str, what: str) -> Any:
     try:
+        # Imported here alone: both packages take seconds, and most runs need neither.
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(

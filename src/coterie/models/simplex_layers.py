@@ -22,7 +22,7 @@ from coterie.rng import Rng
 
 def last_layer_mask(layout: Layout) -> Bool[Tensor, " params"]:
     """Return the entries of a row that are trained parameters of the last layer with any."""
-    trained = [slot for slot in layout.slots if slot.stop <= layout.trainable]
+    trained = layout.trained_slots
     path = layer_of(trained[-1].name)
     out = torch.zeros(layout.size, dtype=torch.bool)
     for slot in trained:
@@ -122,7 +122,14 @@ class SimplexHead(nn.Module):
         layer = self._layer[0]
         if isinstance(layer, nn.Linear):
             return functional.linear(x, weight, bias)
-        return functional.conv2d(x, weight, bias, layer.stride, layer.padding, layer.dilation)  # type: ignore[arg-type]
+        return functional.conv2d(
+            x,
+            weight,
+            bias,
+            layer.stride,
+            layer.padding,
+            layer.dilation,  # type: ignore[arg-type]
+        )
 
 
 class Endpoints(nn.Module):

@@ -130,7 +130,8 @@ class CompiledEngine(Engine):
         if layout.draws[True]:
             keys = torch.ones(1, dtype=torch.int64)
         work = TrainingWork(
-            RawSamples(x.to(dtype), y, dtype), torch.arange(len(x))[None, None], torch.tensor([[len(x)]]),
+            RawSamples(x.to(dtype), y, dtype), torch.arange(len(x))[None, None],
+            torch.tensor([[len(x)]]),
             LocalTraining(optimizer="sgd", lr=1.0), draw_keys=keys,
             inputs={name: value.to(dtype) for name, value in self._unequal().items()},
         )  # fmt: skip

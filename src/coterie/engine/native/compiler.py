@@ -60,7 +60,7 @@ _portable = ContextVar("portable", default=False)
 
 @contextmanager
 def portable_code(wanted: bool = True) -> Iterator[None]:
-    """Compile what is loaded in the block for every processor of the last ten years, or for this one.
+    """Compile what is loaded in the block for all processors of the last ten years, or this one.
 
     Args:
         wanted: whether for all: x86-64-v3, or version 8.2 of ARM's instructions. With the same

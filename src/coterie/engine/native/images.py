@@ -263,7 +263,8 @@ class ImageLowering(Lowering):
             images = self._padded(x, PLANES, c, conv.padding, conv.padding)
             # Of the weights: outputs, channels, rows and columns of the kernel.
             strides = f"{c * taps}, {taps}, {conv.kw}, 1"
-            call = f"pixels_convolve<{conv.text(1, 1)}>({n}, {images}, {weights}, {strides}, {own}, {_name(y)});"
+            arguments = f"{n}, {images}, {weights}, {strides}, {own}, {_name(y)}"
+            call = f"pixels_convolve<{conv.text(1, 1)}>({arguments});"
             self.program.emit(call, [_buffer(images), *reads], [_name(y)])
             return y
         y = self._images(n, [o, conv.ho, conv.wo], LAST)
@@ -346,7 +347,8 @@ class ImageLowering(Lowering):
         if conv.depthwise:
             images = self._padded(x, LAST, self._rounded(c), conv.padding, conv.padding)
             grads, frame = self._framed(g, conv, self._rounded(c))
-            call = f"depthwise_weights<{conv.text(c, c)}, {frame}>({n}, {images}, {grads}, {name}, MORE_{name});"
+            arguments = f"{n}, {images}, {grads}, {name}, MORE_{name}"
+            call = f"depthwise_weights<{conv.text(c, c)}, {frame}>({arguments});"
             self.program.emit(call, [_buffer(images), _buffer(grads)], [name])
             return gw
         order = self._best_order(o, conv.wo, conv)
@@ -402,7 +404,8 @@ class ImageLowering(Lowering):
             gx = self._images(n, [c, h, wide], PLANES)
             grads = self._padded(g, PLANES, o, room, room)
             frame = f"{conv.ho + 2 * room[0]}, {conv.wo + 2 * room[1]}"
-            shape = f"Shape<{o}, 1, {c}, 1, {frame}, {h}, {wide}, {conv.kh}, {conv.kw}, 1, 1, {conv.dh}, {conv.dw}>"
+            kernel = f"{conv.kh}, {conv.kw}, 1, 1, {conv.dh}, {conv.dw}"
+            shape = f"Shape<{o}, 1, {c}, 1, {frame}, {h}, {wide}, {kernel}>"
             # Negative strides read the kernel from its end, so that no copy of it is turned.
             turned = f"{weights} + {taps - 1}, {taps}, {c * taps}, -{conv.kw}, -1"
             call = f"pixels_convolve<{shape}>({n}, {grads}, {turned}, nullptr, {_name(gx)});"

@@ -32,7 +32,8 @@ class Store(ctypes.Structure):
     """Samples as stored: bytes with a table of their values for each channel, or numbers."""
 
     _fields_ = (
-        ("x", _POINTER), ("values", _POINTER), ("classes", _POINTER), ("targets", _POINTER), ("bytes", _LONG),
+        ("x", _POINTER), ("values", _POINTER), ("classes", _POINTER), ("targets", _POINTER),
+        ("bytes", _LONG),
     )  # fmt: skip
 
 
@@ -52,9 +53,12 @@ class Rule(ctypes.Structure):
     """The optimizer; see `engine.optim`."""
 
     _fields_ = (
-        ("rates", _POINTER), ("kind", _LONG), ("moments", _LONG), ("nesterov", _LONG), ("centered", _LONG),
-        ("lr", _DOUBLE), ("momentum", _DOUBLE), ("decay", _DOUBLE), ("dampening", _DOUBLE), ("beta1", _DOUBLE),
-        ("beta2", _DOUBLE), ("eps", _DOUBLE), ("alpha", _DOUBLE), ("lr_decay", _DOUBLE), ("initial", _DOUBLE),
+        ("rates", _POINTER), ("kind", _LONG), ("moments", _LONG), ("nesterov", _LONG), ("centered",
+        _LONG),
+        ("lr", _DOUBLE), ("momentum", _DOUBLE), ("decay", _DOUBLE), ("dampening", _DOUBLE),
+        ("beta1", _DOUBLE),
+        ("beta2", _DOUBLE), ("eps", _DOUBLE), ("alpha", _DOUBLE), ("lr_decay", _DOUBLE), ("initial",
+        _DOUBLE),
     )  # fmt: skip
 
 
@@ -113,7 +117,8 @@ def convert_optimizer(work: TrainingWork) -> tuple[Rule, Tensor | None]:
     beta1, beta2 = given.get("betas", (0.0, 0.0))
     # Kinds are numbered in the order of OPTIMIZERS: that of `enum Kind` in samples.h.
     rule = Rule(
-        address_of(rates), list(OPTIMIZERS).index(local.optimizer), local.num_moments, given.get("nesterov", False),
+        address_of(rates), list(OPTIMIZERS).index(local.optimizer), local.num_moments,
+        given.get("nesterov", False),
         given.get("centered", False), local.lr, given.get("momentum", 0.0), given["weight_decay"],
         given.get("dampening", 0.0), beta1, beta2, given.get("eps", 0.0), given.get("alpha", 0.0),
         given.get("lr_decay", 0.0), local.initial_accumulator_value,

@@ -6,6 +6,7 @@ again when its value was read last.
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
@@ -180,7 +181,7 @@ def expand(value: Value, shape: Sequence[Size]) -> Value:
     same = [old != 1 or new == 1 for old, new in zip(value.shape, shape[missing:], strict=True)]
 
     def move(leaf: Leaf) -> Leaf:
-        strides = [stride if keep else 0 for stride, keep in zip(leaf.strides, same, strict=True)]
+        strides = list(map(operator.mul, leaf.strides, same))
         return replace(leaf, strides=(*[0] * missing, *strides))
 
     return value.moved(shape, move)
@@ -359,7 +360,7 @@ class Program:
         for axis in axes:
             kept_shape[axis] = 1
         if not axes and not kind.startswith("arg"):
-            return [self.store(value) for value in values]
+            return list(map(self.store, values))
         # The first value that is no constant; `max` returns the first of equal ones.
         typical = max(values, key=lambda value: len(value.leaves) > 0)
         order = [axis for axis in order_of(typical) if shape[axis] != 1]
@@ -644,7 +645,11 @@ class Nest:
     ) -> None:
         sizes = list(shape)
         # An axis of size 1 needs no loop.
-        names = [f"i{axis}" if size != 1 else "0" for axis, size in enumerate(shape)]
+        names = [f"i{axis}" for axis in range(len(shape))]
+        for axis, size in enumerate(shape):
+            # An axis of one entry has no loop, so its counter does not exist.
+            if size == 1:
+                names[axis] = "0"
         reduced: set[int] = set()
         if split is not None:
             reduced = set(order[split:])

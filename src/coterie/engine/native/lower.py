@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from coterie._util.mappings import map_values
 from coterie.engine.native.loops import (
     MANY,
     Leaf,
@@ -57,27 +58,34 @@ _UNARY: dict[str, tuple[str, int]] = {  # text, cost
     "neg": ("(-{0})", 1), "abs": ("std::fabs({0})", 1), "relu": ("chosen({0} < 0, 0, {0})", 1),
     "exp": ("exponential({0})", 8), "log": ("std::log({0})", 8), "log1p": ("std::log1p({0})", 8),
     "log2": ("std::log2({0})", 8), "expm1": ("std::expm1({0})", 8), "sqrt": ("std::sqrt({0})", 6),
-    "rsqrt": ("(1 / std::sqrt({0}))", 8), "reciprocal": ("(1 / {0})", 4), "sigmoid": ("sigmoid({0})", 10),
-    "tanh": ("hyperbolic({0})", 10), "erf": ("error_function({0})", 12), "sin": ("std::sin({0})", 8),
+    "rsqrt": ("(1 / std::sqrt({0}))", 8), "reciprocal": ("(1 / {0})", 4),
+    "sigmoid": ("sigmoid({0})", 10),
+    "tanh": ("hyperbolic({0})", 10), "erf": ("error_function({0})", 12),
+    "sin": ("std::sin({0})", 8),
     "cos": ("std::cos({0})", 8), "floor": ("std::floor({0})", 1), "ceil": ("std::ceil({0})", 1),
     "round": ("std::nearbyint({0})", 1), "trunc": ("std::trunc({0})", 1),
     "sign": ("(T({0} > 0) - T({0} < 0))", 2), "atan": ("std::atan({0})", 8),
-    "sinh": ("std::sinh({0})", 8), "cosh": ("std::cosh({0})", 8), "silu": ("({0} * sigmoid({0}))", 11),
+    "sinh": ("std::sinh({0})", 8), "cosh": ("std::cosh({0})", 8),
+    "silu": ("({0} * sigmoid({0}))", 11),
     "hardsigmoid": ("chosen({0} < -3, 0, chosen({0} > 3, 1, {0} / 6 + T(0.5)))", 3),
     "hardswish": ("({0} * chosen({0} < -3, 0, chosen({0} > 3, 1, {0} / 6 + T(0.5))))", 4),
-    "mish": ("({0} * hyperbolic(softened({0}, 1, 20)))", 24), "log_sigmoid_forward": ("(-softened(-{0}, 1, 20))", 12),
+    "mish": ("({0} * hyperbolic(softened({0}, 1, 20)))", 24),
+    "log_sigmoid_forward": ("(-softened(-{0}, 1, 20))", 12),
 }  # fmt: skip
 # of (gradient, saved value); PyTorch too rounds 1 / 6 to 32 bits
 _BACKWARD: dict[str, tuple[str, int]] = {
-    "tanh_backward": ("({0} * (1 - {1} * {1}))", 3), "sigmoid_backward": ("({0} * {1} * (1 - {1}))", 3),
+    "tanh_backward": ("({0} * (1 - {1} * {1}))", 3),
+    "sigmoid_backward": ("({0} * {1} * (1 - {1}))", 3),
     "silu_backward": ("({0} * silu_slope({1}))", 14),
     "hardsigmoid_backward": ("chosen({1} > -3 && {1} < 3, {0} * T(1.0f / 6), 0)", 2),
-    "hardswish_backward": ("chosen({1} < -3, 0, chosen({1} > 3, {0}, {0} * ({1} / 3 + T(0.5))))", 4),
+    "hardswish_backward": (
+        "chosen({1} < -3, 0, chosen({1} > 3, {0}, {0} * ({1} / 3 + T(0.5))))", 4
+    ),
     "mish_backward": ("({0} * mish_slope({1}))", 40),
 }  # fmt: skip
 
 _TABLES: tuple[Collection[str], ...] = (_UNARY, _BACKWARD, _BINARY, _COMPARE, _LOGIC, _BITS)
-ELEMENTWISE = {name for table in _TABLES for name in table}
+ELEMENTWISE = set(chain.from_iterable(_TABLES))
 """Operations that the tables above describe."""
 
 
@@ -179,8 +187,8 @@ class Lowering:
     def _result(self, node: Operation) -> Any:
         """Return what a node makes: a value, or a list of them with None for what is never read."""
         name = node.name
-        args = [self.operand(value) for value in node.args]
-        kwargs = {key: self.operand(value) for key, value in node.kwargs.items()}
+        args = list(map(self.operand, node.args))
+        kwargs = map_values(self.operand, node.kwargs)
         handler: Callable[..., Any] | None = getattr(self, f"_op_{name}", None)
         if handler is not None:
             try:
@@ -226,7 +234,7 @@ class Lowering:
                 self.values[value] = self._constant(self.trace.constants[value.number])
             return self.values[value]
         if isinstance(value, list | tuple):
-            return [self.operand(part) for part in value]
+            return list(map(self.operand, value))
         return value
 
     def _constant(self, tensor: torch.Tensor) -> Value:
@@ -292,7 +300,7 @@ class Lowering:
                     pieces.append(next(given))
             return make(*pieces)
 
-        shape = _broadcast([v.shape for v in values])
+        shape = _common_shape(values)
         return combine(entry, values, dtype, cost, shape)
 
     def _arithmetic(
@@ -323,7 +331,8 @@ class Lowering:
 
     def _op_pow(self, a: Operand, b: Operand) -> Value:
         # std::pow takes many times as long as these.
-        simple = {2: "({0} * {0})", 1: "{0}", 3: "({0} * {0} * {0})", -1: "(1 / {0})", 0.5: "std::sqrt({0})",
+        simple = {2: "({0} * {0})", 1: "{0}", 3: "({0} * {0} * {0})", -1: "(1 / {0})",
+        0.5: "std::sqrt({0})",
                   -0.5: "(1 / std::sqrt({0}))", -2: "(1 / ({0} * {0}))"}  # fmt: skip
         if isinstance(b, int | float) and b in simple:
             return self._map(simple[b].format, a, cost=2)
@@ -1007,13 +1016,15 @@ class Lowering:
             operator: "=" or "+=".
         """
         names = [f"i{axis}" for axis in range(len(g.shape))]
-        place = index.make([leaf.text([names[axis] for axis in axes]) for leaf in index.leaves])
+        own = [names[axis] for axis in axes]
+        place = index.make([leaf.text(own) for leaf in index.leaves])
         entry = g.make([leaf.text(names) for leaf in g.leaves])
         # No VECTORIZE: a place may be named twice, and sums keep the order of the entries.
         loops = ""
         for name, size_ in zip(names, sizes, strict=True):
             loops += f"for (long {name} = 0; {name} < {size_}; {name}++) "
-        text = f"{loops}(&{target.text(names)})[inside({place}, {size}) * {stride}] {operator} {entry};"
+        inside = f"[inside({place}, {size}) * {stride}]"
+        text = f"{loops}(&{target.text(names)}){inside} {operator} {entry};"
         reads = [leaf.buffer for leaf in (*index.leaves, *g.leaves)]
         self.program.emit(text, [*reads, target.buffer], [target.buffer])
 
@@ -1029,7 +1040,7 @@ class Lowering:
         return self._added((rows, g.shape[-1]), 0, index, g)
 
     def _condition(self, make: Callable[..., str], *values: Value) -> Value:
-        return combine(make, values, torch.bool, 1, _broadcast([v.shape for v in values]))
+        return combine(make, values, torch.bool, 1, _common_shape(values))
 
     def _op_index_put(
         self, x: Value, indices: Sequence[Value | None], g: Value, accumulate: bool = False
@@ -1152,7 +1163,7 @@ class Lowering:
 
     def _moments(self, x: Value, axes: list[int]) -> tuple[Value, Value]:
         """Return mean and mean squared distance from it."""
-        count = product([x.shape[a] for a in axes])
+        count = _count_entries(x, axes)
         # In two passes: the mean square less the squared mean would cancel digits.
         mean = self._computed(
             lambda a: f"({a} / T({count}))", self.program.reduce([x], axes, "sum")[0]
@@ -1167,7 +1178,7 @@ class Lowering:
         return self.program.store(combine(make, [x], self.dtype, 1, x.shape))
 
     def _pointwise(self, make: Callable[..., str], *values: Value, cost: int = 2) -> Value:
-        return combine(make, values, self.dtype, cost, _broadcast([v.shape for v in values]))
+        return combine(make, values, self.dtype, cost, _common_shape(values))
 
     def _scale(self, variance: Value, eps: float) -> Value:
         """Return 1 / standard deviation."""
@@ -1177,7 +1188,7 @@ class Lowering:
         x = self.program.store(x)
         gone = self._axes(x, axes)
         mean, variance = self._moments(x, gone)
-        count = product([x.shape[a] for a in gone])
+        count = _count_entries(x, gone)
         # PyTorch's default is the unbiased variance.
         correction = 1 if correction is None else correction
         if correction:
@@ -1426,7 +1437,7 @@ class Lowering:
         order = by_strides(x.memory.strides)
         if g.leaf is None:
             g = self.program.store(g, order)
-        count = product([x.shape[a] for a in axes])
+        count = _count_entries(x, axes)
         if inner is None:
             away = self._pointwise(lambda a, b, m: f"({a} * ({b} - {m}))", g, x, mean)
             plain, moved = self.program.reduce([g, away], axes, "sum")
@@ -1751,9 +1762,19 @@ def _each(reduction: int) -> None:
         raise NotTraceableError("the loss is not one a sample")
 
 
+def _count_entries(x: Value, axes: Sequence[int]) -> Size:
+    """Return the number of entries along some axes together."""
+    return product([x.shape[axis] for axis in axes])
+
+
+def _common_shape(values: Sequence[Value]) -> tuple[Size, ...]:
+    """Return the shape that values are broadcast to."""
+    return _broadcast([value.shape for value in values])
+
+
 def _broadcast(shapes: Sequence[Sequence[Size]]) -> tuple[Size, ...]:
     """Return the shape that shapes are broadcast to."""
-    rank = max((len(shape) for shape in shapes), default=0)
+    rank = max(map(len, shapes), default=0)
     result: list[Size] = [1] * rank
     for shape in shapes:
         for k, size in enumerate(reversed(shape), 1):

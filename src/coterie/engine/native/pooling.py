@@ -1,5 +1,6 @@
 """Traces with max-pooling rewritten, so that activations and convolutions around it are cheaper."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from coterie.engine.native.simple import separate_windows
@@ -133,8 +134,15 @@ def pool_before_activations(trace: Trace) -> Trace:
             replaced[id(slope)] = [
                 replace(back, args=(inside, source, *back.args[2:]), outs=slope.outs)
             ]
-    nodes = [new for node in trace.nodes for new in replaced.get(id(node), [node])]
-    return replace(trace, nodes=nodes, kinds=kinds)
+    return replace(trace, nodes=_replace_nodes(trace, replaced), kinds=kinds)
+
+
+def _replace_nodes(trace: Trace, replaced: Mapping[int, Sequence[Operation]]) -> list[Operation]:
+    """Return the operations of a trace with others in the place of some, by their `id`."""
+    nodes = []
+    for node in trace.nodes:
+        nodes += replaced.get(id(node), [node])
+    return nodes
 
 
 def _never_falls(node: Operation) -> bool:
@@ -175,5 +183,5 @@ def join_convolutions_with_pooling(trace: Trace) -> Trace:
         replaced[id(pool)] = [
             Operation("convolution_pool", (*conv.args, size), {}, pool.outs, conv.layer)
         ]
-    nodes = [new for node in trace.nodes for new in replaced.get(id(node), [node])]
+    nodes = _replace_nodes(trace, replaced)
     return replace(trace, nodes=nodes)

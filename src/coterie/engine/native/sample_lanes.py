@@ -24,17 +24,23 @@ from coterie.engine.native.trace import ArrayKind, Dim, NotTraceableError, Trace
 LANES = 8
 """Samples of a call."""
 
+# Operations that are known to be as fast with samples across the vector.
 _KNOWN = {
-    *ELEMENTWISE, "threshold_backward", "leaky_relu", "leaky_relu_backward", "elu", "elu_backward", "gelu",
-    "gelu_backward", "hardtanh", "hardtanh_backward", "clamp", "clamp_min", "clamp_max", "pow", "rsub", "where",
-    "__rshift__", "remainder", "mse_loss", "mse_loss_backward", "_to_copy", "clone", "detach", "alias", "zeros",
-    "zeros_like", "ones", "ones_like", "full", "full_like", "arange", "permute", "transpose", "t", "unsqueeze",
-    "squeeze", "expand", "view", "_unsafe_view", "_reshape_alias", "addmm", "mm", "sum", "mean", "argmax",
+    *ELEMENTWISE, "threshold_backward", "leaky_relu", "leaky_relu_backward", "elu", "elu_backward",
+    "gelu",
+    "gelu_backward", "hardtanh", "hardtanh_backward", "clamp", "clamp_min", "clamp_max", "pow",
+    "rsub", "where",
+    "__rshift__", "remainder", "mse_loss", "mse_loss_backward", "_to_copy", "clone", "detach",
+    "alias", "zeros",
+    "zeros_like", "ones", "ones_like", "full", "full_like", "arange", "permute", "transpose", "t",
+    "unsqueeze",
+    "squeeze", "expand", "view", "_unsafe_view", "_reshape_alias", "addmm", "mm", "sum", "mean",
+    "argmax",
     "_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward",
-    "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d", "avg_pool2d_backward",
+    "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "avg_pool2d",
+    "avg_pool2d_backward",
     "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "convolution", "convolution_backward",
 }  # fmt: skip
-"""Operations that are known to be as fast with samples across the vector."""
 
 
 def samples_pay(trace: Trace, size: int) -> bool:
@@ -101,7 +107,8 @@ class SampleLowering(ImageLowering):
         places = in_memory(
             self.program.buffer(product(shape), "I"), shape, y.memory.strides, self._kinds[1].dtype
         )
-        grids = f"{self._read_grid(conv)}, {_grid(conv.o, conv.ho // high, conv.wo // wide, conv.wo // wide)}"
+        pooled = _grid(conv.o, conv.ho // high, conv.wo // wide, conv.wo // wide)
+        grids = f"{self._read_grid(conv)}, {pooled}"
         kernel = f"convolve_pool<{grids}, {conv.kh}, {conv.kw}, {high}, {wide}>"
         self._convolve(kernel, x, w, bias, conv, [_name(y), _name(places)])
         return [y, places]
@@ -225,7 +232,7 @@ class SampleLowering(ImageLowering):
         name = _name(gw)
         # The kernel can add to the gradient of earlier pieces of the batch.
         self.more[name] = "MORE"
-        reads = [_buffer(part) for part in (images, *grads.split(", "))]
+        reads = list(map(_buffer, (images, *grads.split(", "))))
         self.program.emit(
             f"across::{kernel}({images}, {grads}, {name}, MORE_{name});", reads, [name]
         )
@@ -240,7 +247,8 @@ class SampleLowering(ImageLowering):
             return images
         # Rows of samples have the samples outermost; kernels for images read them innermost.
         turned = self._target(images.shape, self.dtype, SAMPLES)
-        call = f"across::by_place<{product(images.shape[1:])}>({images.memory.pointer}, {_name(turned)});"
+        entries, source = product(images.shape[1:]), images.memory.pointer
+        call = f"across::by_place<{entries}>({source}, {_name(turned)});"
         self.program.emit(call, [_name(images)], [_name(turned)])
         return turned
 

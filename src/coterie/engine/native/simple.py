@@ -10,7 +10,8 @@ LARGE = 1_000_000
 """Numbers of a model above which passing over it for a few samples takes most of the time."""
 
 _OPERATIONS = {
-    "relu", "leaky_relu", "tanh", "addmm", "mm", "mul", "view", "_unsafe_view", "t", "transpose", "permute", "expand",
+    "relu", "leaky_relu", "tanh", "addmm", "mm", "mul", "view", "_unsafe_view", "t", "transpose",
+    "permute", "expand",
     "unsqueeze", "squeeze", "clone", "detach", "alias",
 }  # fmt: skip
 

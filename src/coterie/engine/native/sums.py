@@ -12,7 +12,10 @@ _FEWEST = 3  # products of a sum for which joining them pays
 
 def join_products(trace: Trace) -> Trace:
     """Return a trace in which each sum of several products is one product."""
-    makers = {out: node for node in trace.nodes for out in node.outs if out is not None}
+    makers = {}
+    for node in trace.nodes:
+        makers |= dict.fromkeys(node.outs, node)
+    makers.pop(None, None)
     uses: dict[Ref, int] = {}
     for node in trace.nodes:
         for ref in node.refs():
@@ -85,7 +88,7 @@ def join_products(trace: Trace) -> Trace:
         nodes.append(Operation("t", (joined[0],), {}, (left,), node.layer))
         nodes.append(Operation("mm", (left, joined[1]), {}, node.outs, node.layer))
         made[id(node)] = nodes
-        gone.update(id(inner) for inner in gone_now)
+        gone.update(map(id, gone_now))
     result: list[Operation] = []
     for node in trace.nodes:
         if id(node) not in gone:

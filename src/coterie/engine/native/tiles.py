@@ -1,8 +1,9 @@
 """Inputs for native programs from rows of a table: a part of the work at a time, read beforehand.
 
-A program takes inputs by their address. Where they are rows of a table in memory, it takes the place
-of each too. Those on a disk are read in tiles: the batches of some clients in some steps, or some
-sets of samples, as many as `_TILE_BYTES` hold, while the program computes with the tile before.
+A program takes inputs by their address. Where they are rows of a table in memory, it takes the
+place of each too. Those on a disk are read in tiles: the batches of some clients in some steps, or
+some sets of samples, as many as `_TILE_BYTES` hold, while the program computes with the tile
+before.
 """
 
 import math
@@ -85,10 +86,9 @@ def iterate_measuring_tiles(pairs: EvaluationPairs, most: int) -> Iterator[Tile]
             start, held = number, 0
         if number < sets and size > room:
             each = max(1, room // most) * most
-            parts += [
-                (slice(number, number + 1), slice(first, min(first + each, size)))
-                for first in range(0, size, each)
-            ]
+            one = slice(number, number + 1)
+            for first in range(0, size, each):
+                parts.append((one, slice(first, min(first + each, size))))
             start = number + 1
         else:
             held += size

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coterie._util.mappings import map_values
+from coterie._util.tensors import index_each
 from coterie.engine._rewrites import ReplacedFunctions, normalize_batch, with_counted_batches
 from coterie.engine.precision import product_precision
 from coterie.errors import first_line
@@ -27,8 +29,10 @@ aten = torch.ops.aten
 _BATCHES = (3, 5)  # samples of the two records
 _SMALL = 1 << 16  # entries of a constant that is kept
 _VIEWS = {
-    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "squeeze", "unsqueeze", "select", "slice", "detach",
-    "alias", "as_strided", "unbind", "split", "split_with_sizes", "diagonal", "_reshape_alias", "lift_fresh",
+    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "squeeze", "unsqueeze", "select",
+    "slice", "detach",
+    "alias", "as_strided", "unbind", "split", "split_with_sizes", "diagonal", "_reshape_alias",
+    "lift_fresh",
 }  # fmt: skip
 
 
@@ -205,7 +209,7 @@ class _Recorder(TorchDispatchMode):
         self._tracked: dict[int, _Tracked] = {}
         # operations that are being made of simpler ones, which may come back to them
         self._within: list[Any] = []
-        self.trace.inputs = [self._new(tensor) for tensor in inputs]
+        self.trace.inputs = list(map(self._new, inputs))
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -235,9 +239,9 @@ class _Recorder(TorchDispatchMode):
     ) -> None:
         """Add an operation with what it made; what it makes of constants is one."""
         self.trace.nodes.append(Operation(name, args, kwargs, outs, self.layer()))
-        if all(
-            ref.number in self.trace.constants for ref in iterate_refs((args, *kwargs.values()))
-        ):
+        given = {ref.number for ref in iterate_refs((args, *kwargs.values()))}
+        # What is made of constants alone is a constant: it was computed in this very call.
+        if given <= self.trace.constants.keys():
             for ref, tensor in zip(outs, made, strict=True):
                 if ref is not None and tensor.numel() <= _SMALL:
                     self.trace.constants[ref.number] = tensor.detach().clone()
@@ -292,7 +296,7 @@ class _Recorder(TorchDispatchMode):
         if isinstance(value, Tensor):
             return self.ref(value)
         if isinstance(value, list | tuple):
-            return [self._take(part) for part in value]
+            return list(map(self._take, value))
         return value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -304,7 +308,7 @@ class _Recorder(TorchDispatchMode):
         if name in ("_local_scalar_dense", "is_nonzero", "nonzero", "_unique2"):
             raise NotTraceableError("what it computes depends on its data")
         taken = tuple(map(self._take, args))
-        named = {key: self._take(value) for key, value in kwargs.items()}
+        named = map_values(self._take, kwargs)
         if func._schema.is_mutable:
             return self._in_place(func, name, args, kwargs, taken, named)
         takes_tensors = any(isinstance(argument, Tensor) for argument in args)
@@ -335,8 +339,11 @@ class _Recorder(TorchDispatchMode):
             outs = tuple(out)
         if name in _VIEWS:
             group = self._tracked[id(args[0])].group
-        made = tuple(self._new(part, group) if isinstance(part, Tensor) else None for part in outs)
-        self._add(name, taken, named, outs, made)
+        made: list[Ref | None] = [None] * len(outs)
+        for place, part in enumerate(outs):
+            if isinstance(part, Tensor):
+                made[place] = self._new(part, group)
+        self._add(name, taken, named, outs, tuple(made))
         return out
 
     def _draw(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -357,9 +364,9 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, name: str, args: Any, kwargs: Any, taken: tuple, named: dict
     ) -> Any:
         """Run an operation that changes its first argument; record it as making a new value."""
-        if not name.endswith("_") or any(
-            a.alias_info and a.alias_info.is_write for a in func._schema.arguments[1:]
-        ):
+        others = [a.alias_info for a in func._schema.arguments[1:] if a.alias_info]
+        # By PyTorch's convention such an operation changes its first argument, and no other.
+        if not name.endswith("_") or any(alias.is_write for alias in others):
             raise NotTraceableError(f"the operation {name} is not known")
         pure = name.removesuffix("_")
         # the tensor itself becomes another view
@@ -463,6 +470,20 @@ def _plain_operations() -> Iterator[None]:
 Objective = Callable[[Tensor, Tensor], Tensor]
 
 
+def _copy_tensors(layout: Layout) -> dict[str, Tensor]:
+    """Return the module's values by slot, each as a tensor of its own.
+
+    The recorder knows a tensor by its identity.
+    """
+    named = layout.split_rows(layout.own_values())
+    return {slot.name: named[slot.name].clone() for slot in layout.slots}
+
+
+def _copy_inputs(layout: Layout) -> dict[str, Tensor]:
+    """Return the values of the input buffers, each as a tensor of its own."""
+    return map_values(Tensor.clone, index_each(layout.zero_inputs(1), 0))
+
+
 def _frozen(layout: Layout) -> dict[str, Tensor]:
     """Return the frozen weights as copies that a record can distinguish from its constants."""
     return {name: tensor.detach().clone() for name, tensor in layout.frozen.items()}
@@ -478,12 +499,10 @@ def _train_once(
     known: Callable[[str], bool],
 ) -> Trace:
     """Record a step's losses, gradients and untrained state; the last input weighs the losses."""
-    named = layout.split_rows(layout.own_values())
-    # The recorder knows a tensor by its identity, so each input is a tensor of its own.
-    tensors = {s.name: named[s.name].clone() for s in layout.slots}
-    leaves = [tensors[s.name].requires_grad_() for s in layout.slots if s.stop <= layout.trainable]
+    tensors = _copy_tensors(layout)
+    leaves = [tensors[slot.name].requires_grad_() for slot in layout.trained_slots]
     key = torch.zeros((), dtype=torch.int64)
-    values = {name: value[0].clone() for name, value in layout.zero_inputs(1).items()}
+    values = _copy_inputs(layout)
     weight = torch.full((len(x),), 1.0 / len(x), dtype=layout.dtype)
     frozen = _frozen(layout)
     inputs = [
@@ -522,7 +541,7 @@ class _State:
 
     def __init__(self, layout: Layout, tensors: Mapping[str, Tensor], recorder: _Recorder) -> None:
         self.recorder, self.dtype = recorder, layout.dtype
-        self.rows = {s.name: tensors[s.name] for s in layout.slots if s.stop > layout.trainable}
+        self.rows = {slot.name: tensors[slot.name] for slot in layout.state_slots}
         self.given = dict(self.rows)
         self._before: dict[str, Ref] = {}
         for name, dtype in layout.whole.items():
@@ -552,9 +571,7 @@ def _judge_once(
     known: Callable[[str], bool],
 ) -> Trace:
     """Record the loss of each sample in evaluation, and its score where the objective has one."""
-    named = layout.split_rows(layout.own_values())
-    tensors = {s.name: named[s.name].clone() for s in layout.slots}
-    values = {name: value[0].clone() for name, value in layout.zero_inputs(1).items()}
+    tensors, values = _copy_tensors(layout), _copy_inputs(layout)
     frozen = _frozen(layout)
     key = torch.zeros((), dtype=torch.int64)
     inputs = [*tensors.values(), *frozen.values(), *values.values(), key, x, y]
@@ -569,7 +586,8 @@ def _judge_once(
         # A program has two results: without a metric the second is the first again.
         scores = losses
         if getattr(objective, "metric", None) is not None:
-            scores = objective.measure_samples(outputs, y).to(layout.dtype) + lost  # type: ignore[attr-defined]
+            scores = objective.measure_samples(outputs, y)  # type: ignore[attr-defined]
+            scores = scores.to(layout.dtype) + lost
         trace = recorder.trace
         trace.outputs = [recorder.ref(losses), recorder.ref(scores)]
     return trace
@@ -727,10 +745,12 @@ def record(
                 )
             with _layer_of(layout.eval_module) as layer:
                 judge = pair(lambda a, b: _judge_once(layout, objective, a, b, layer, known))
-            state = train.outputs[1 + sum(s.stop <= layout.trainable for s in layout.slots) :]
-            before = [
-                train.inputs[i] for i, s in enumerate(layout.slots) if s.stop > layout.trainable
-            ]
+            state = train.outputs[1 + len(layout.trained_slots) :]
+            # The inputs begin with the slots of a row; untrained slots hold running statistics.
+            before = []
+            for ref, slot in zip(train.inputs, layout.slots, strict=False):
+                if slot.stop > layout.trainable:
+                    before.append(ref)
             # Statistics that come out as they went in are not changed by a step.
             together = not separate or state != before or _together(layout, module, objective, x, y)
     # PyTorch raises it for what cannot run under the modes of the record.
@@ -755,7 +775,7 @@ def _together(
     """Try whether the losses of two samples change with the samples next to them."""
     views = layout.split_rows(layout.own_values())
     views |= layout.unpack_state(views)
-    values: Mapping[str, Tensor] = {name: value[0] for name, value in layout.zero_inputs(1).items()}
+    values: Mapping[str, Tensor] = index_each(layout.zero_inputs(1), 0)
     losses = []
     for others in (torch.zeros_like(x[:1]), torch.full_like(x[:1], 0.5), x[:1]):
         # The two samples keep their places, 1 and 2; those around them change.

@@ -54,12 +54,14 @@ _CACHE = 768 << 10  # bytes of an arena that leave room for parameters in the ca
 _VECTOR = 64  # numbers behind the frozen weights, which loads of whole vectors may read
 _MOST = 64  # samples of one call, where they do not need each other
 _BATCH_NAMES = (
-    "const T* const x = batch.x;", "const Target* const y = batch.y;", "T* const losses = batch.losses;",
+    "const T* const x = batch.x;", "const Target* const y = batch.y;",
+    "T* const losses = batch.losses;",
     "const T* const frozen = batch.frozen;",
 )  # fmt: skip
 _TRAIN_NAMES = ("const int64_t key[] = {now};",)
 _TRAIN_PARAMETERS = (
-    "const Batch& batch", "T* row", "T* g", "const int64_t now", "const T* const weight", "const long size",
+    "const Batch& batch", "T* row", "T* g", "const int64_t now", "const T* const weight",
+    "const long size",
     "const long from", "const bool more",
 )  # fmt: skip
 _JUDGE_PARAMETERS = ("const Batch& batch", "const T* row", "const long size")
@@ -70,7 +72,8 @@ _JUDGE_NAMES = (
 )
 # operations of the usual losses and their scores
 _LOSSES = {
-    "_log_softmax", "nll_loss_forward", "argmax", "eq", "_to_copy", "sub", "pow", "mean", "sum", "div",
+    "_log_softmax", "nll_loss_forward", "argmax", "eq", "_to_copy", "sub", "pow", "mean", "sum",
+    "div",
 }  # fmt: skip
 _DECLARED = re.compile(r"\b[a-z]\w*")  # names of variables, among other words
 # Statements of one small function. A compiler's time grows faster than the length of a function:
@@ -94,9 +97,12 @@ class _Memory(ctypes.Structure):
 class _Training(ctypes.Structure):
     _fields_ = (
         ("store", Store), ("augment", CropFlipJob), ("noise", NoiseJob), ("memory", _Memory),
-        ("rows", _POINTER), ("frozen", _POINTER), ("anchor", _POINTER), ("inputs", _POINTER), ("places", _POINTER),
-        ("length", _POINTER), ("keys", _POINTER), ("where", _POINTER), ("losses", _POINTER), ("moments", _POINTER),
-        ("taken", _POINTER), ("rule", Rule), ("row", _LONG), ("anchor_row", _LONG), ("steps", _LONG), ("width", _LONG),
+        ("rows", _POINTER), ("frozen", _POINTER), ("anchor", _POINTER), ("inputs", _POINTER),
+        ("places", _POINTER),
+        ("length", _POINTER), ("keys", _POINTER), ("where", _POINTER), ("losses", _POINTER),
+        ("moments", _POINTER),
+        ("taken", _POINTER), ("rule", Rule), ("row", _LONG), ("anchor_row", _LONG), ("steps",
+        _LONG), ("width", _LONG),
         ("trained", _LONG), ("prox", _DOUBLE), ("first", _LONG), ("last", _LONG),
     )  # fmt: skip
 
@@ -104,8 +110,10 @@ class _Training(ctypes.Structure):
 class _Measuring(ctypes.Structure):
     _fields_ = (
         ("store", Store), ("noise", NoiseJob), ("memory", _Memory),
-        ("table", _POINTER), ("frozen", _POINTER), ("inputs", _POINTER), ("places", _POINTER), ("count", _POINTER),
-        ("models", _POINTER), ("sets", _POINTER), ("where", _POINTER), ("loss", _POINTER), ("score", _POINTER),
+        ("table", _POINTER), ("frozen", _POINTER), ("inputs", _POINTER), ("places", _POINTER),
+        ("count", _POINTER),
+        ("models", _POINTER), ("sets", _POINTER), ("where", _POINTER), ("loss", _POINTER), ("score",
+        _POINTER),
         ("row", _LONG), ("width", _LONG), ("first", _LONG), ("last", _LONG),
     )  # fmt: skip
 
@@ -173,8 +181,7 @@ class _Function:
 
     def write_gradients(self, results: Sequence[Value | None]) -> None:
         """Write or add each trained tensor's gradient; a kernel that can add writes it itself."""
-        slots = [slot for slot in self.layout.slots if slot.stop <= self.layout.trainable]
-        for slot, result in zip(slots, results, strict=True):
+        for slot, result in zip(self.layout.trained_slots, results, strict=True):
             # The loss does not depend on the tensor. `more` says that an earlier piece of the batch
             # has written the gradient, to which this one is added.
             if result is None:
@@ -210,9 +217,8 @@ class _Function:
             )
 
     def _is_only_written(self, buffer: str) -> bool:
-        return not any(
-            buffer in s.reads and buffer not in s.writes for s in self.program.statements
-        )
+        readers = [one for one in self.program.statements if buffer in one.reads]
+        return all(buffer in one.writes for one in readers)
 
     def _write_inner(self, slot: Slot, buffer: str) -> None:
         """Write a gradient that is zero but in the middle, without a copy of it elsewhere."""
@@ -233,7 +239,7 @@ class _Function:
 
     def write_state(self, results: Sequence[Value | None]) -> None:
         """Write the new untrained tensors, when all of them are known."""
-        slots = [slot for slot in self.layout.slots if slot.stop > self.layout.trainable]
+        slots = self.layout.state_slots
         # All are copied before one is written, since an expression may read what another replaces.
         copies = []
         for slot, result in zip(slots, results, strict=True):
@@ -368,16 +374,16 @@ class TracedProgram:
         self.layout, self.together = layout, traces.together
         train = pool_before_activations(join_products(traces.train))
         judge = pool_before_activations(traces.judge)
-        self.simple = layout.size <= LARGE and all(
-            is_simple(node.name, node.args) or node.name in _LOSSES for node in judge.nodes
-        )
+        others = [node for node in judge.nodes if node.name not in _LOSSES]
+        is_small = layout.size <= LARGE
+        self.simple = is_small and all(is_simple(node.name, node.args) for node in others)
         # A call across the vector has exactly `LANES` samples, and so never a whole batch of
         # another size.
         self.across = not traces.together and samples_pay(train, layout.size)
         if self.across:
             train, judge = map(join_convolutions_with_pooling, (train, judge))
         self._train = _Function(train, layout, self.across)
-        trained = sum(slot.stop <= layout.trainable for slot in layout.slots)
+        trained = len(layout.trained_slots)
         self._train.write_vector("losses", self._train.results[0])
         self._train.write_gradients(self._train.results[1 : 1 + trained])
         self._train.write_state(self._train.results[1 + trained :])
@@ -578,9 +584,12 @@ class TracedProgram:
         store, _x = self._store(work.samples, tile)
         job = _Training(
             store, augment, noise, _Memory(address_of(where), size, samples),
-            address_of(rows), address_of(self._frozen), address_of(anchor), ctypes.cast(inputs, _POINTER),
-            address_of(places), address_of(length), address_of(keys), address_of(lies), address_of(losses),
-            address_of(work.moments), address_of(taken), rule, rows.stride(0), anchor_stride, work.num_steps,
+            address_of(rows), address_of(self._frozen), address_of(anchor), ctypes.cast(inputs,
+            _POINTER),
+            address_of(places), address_of(length), address_of(keys), address_of(lies),
+            address_of(losses),
+            address_of(work.moments), address_of(taken), rule, rows.stride(0), anchor_stride,
+            work.num_steps,
             places.shape[2], self.layout.trainable, work.prox, tile.part.start, tile.part.stop,
         )  # fmt: skip
         run_on_threads(self._library.train, job, len(rows))
@@ -625,9 +634,12 @@ class TracedProgram:
         store, _x = self._store(pairs.samples, tile)
         job = _Measuring(
             store, noise, _Memory(address_of(where), size, samples),
-            address_of(table), address_of(self._frozen), ctypes.cast(given, _POINTER), address_of(places),
-            address_of(count), address_of(models), address_of(sets), address_of(lies), address_of(values[0]),
-            address_of(values[1]), table.stride(0), places.shape[1], tile.part.start, tile.part.stop,
+            address_of(table), address_of(self._frozen), ctypes.cast(given, _POINTER),
+            address_of(places),
+            address_of(count), address_of(models), address_of(sets), address_of(lies),
+            address_of(values[0]),
+            address_of(values[1]), table.stride(0), places.shape[1], tile.part.start,
+            tile.part.stop,
         )  # fmt: skip
         run_on_threads(self._library.measure, job, len(pairs.models))
         return values
