@@ -155,9 +155,10 @@ def draw_class_counts(
     # Mixtures choose in random order, so that no client always finds its classes used up.
     order = generator.permutation(len(requests)).tolist()
     mixed = [row for row in order if requests[row].mixture is not None]
-    plain = [
-        row for row in range(len(requests)) if not (requests[row].mixture or requests[row].counts)
-    ]
+    plain = []
+    for row, request in enumerate(requests):
+        if not (request.mixture or request.counts):
+            plain.append(row)
     # The most restricted first: the others can still choose among more classes.
     plain.sort(key=lambda row: len(_label_group(requests[row], present)))
     counts, left = fixed.copy(), present - fixed.sum(0)
@@ -207,7 +208,9 @@ def _count_by_flow(
         members.setdefault(_label_group(requests[row], left), []).append(row)
     # Sorted: the flow does not depend on the random order of the clients.
     groups = sorted(members)
-    demand = {group: sum(requests[row].size for row in members[group]) for group in groups}
+    demand = {}
+    for group in groups:
+        demand[group] = sum(requests[row].size for row in members[group])
     # Edges: source -> groups (what they ask for) -> their classes -> sink (what the pool has).
     source, sink, first = 0, 1 + len(groups) + len(left), 1 + len(groups)
     # int32 is what SciPy's maximum flow takes.

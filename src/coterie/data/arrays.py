@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from coterie._util.files import expand_home
+from coterie._util.mappings import prefix_keys
 from coterie._util.settings import parse_settings
 from coterie.data.build import DataConfig, Split, build_from_sources
 from coterie.data.federation import Federation
@@ -78,6 +79,7 @@ def from_arrays(
         >>> federation.count_samples("train").tolist(), [len(test.x) for test in federation.tests]
         ([10, 16], [3, 5])
     """
+    # Both or none: one says whose the samples are, the other that they are to be drawn.
     if (clients is None) == (num_clients is None):
         raise ConfigError(
             "give either clients (the client id of each sample) or num_clients (how many to make)"
@@ -110,6 +112,8 @@ def _build_from_source(
         dataset=source.name,
         num_clients=num_clients,
         normalize=normalize,
+        # A test set of the source serves all clients of a cluster; without one each client holds
+        # out its own.
         test="cluster" if len(source.test) else "client",
         # The other fields of both classes have the same names and meanings.
         **{item.name: getattr(split, item.name) for item in fields(Split) if item.name != "seed"},
@@ -155,9 +159,9 @@ def from_table(
     Args:
         table: of pandas, polars or arrow, or the path of a CSV file (which gzip may have packed) or
             of a parquet file.
-        target: the column to learn; needed unless a schema names it. Text and categories, and whole numbers, are classes; other
-            numbers are a regression. Several columns of numbers are a regression with several
-            outputs.
+        target: the column to learn; needed unless a schema names it. Text and categories, and whole
+            numbers, are classes; other numbers are a regression. Several columns of numbers are a
+            regression with several outputs.
         client: the column with the client of each row.
         num_clients: instead of `client`: divide the rows among this many clients.
         features: the columns of the inputs; all others by default.
@@ -277,6 +281,7 @@ def from_folder(
     Raises:
         DataError: when the folder is laid out otherwise, a picture is damaged, or sizes differ.
     """
+    # Which of the two comes first would decide what the transform sees.
     if size is not None and transform is not None:
         raise ConfigError("from_folder: size and transform are both given; resize in the transform")
     settings = parse_settings(
@@ -379,7 +384,8 @@ def from_dataset(
             clients), (dataset, clients), or a dataset where `clients` is a key.
         clusters: the known cluster of each client; see `from_arrays`, as for all that follows.
         classes: number of classes.
-        class_names: a name for each class; by default the names that a dataset of Hugging Face knows.
+        class_names: a name for each class; by default the names that a dataset of Hugging Face
+            knows.
         split: how samples are divided, and distribution shifts to add.
         normalize: normalization of images.
         name: a name for the data.
@@ -390,8 +396,10 @@ def from_dataset(
     """
     key = clients if isinstance(clients, str) else None
     form = ItemForm(transform, inputs, target, key)
+    # Before anything is read: a table of splits brings its own test set.
     dataset, held = split_dataset_dict(dataset)
     known = dataset
+    # A test set in the call wins over that of a table of splits.
     test = held if test is None else test
     if collate is not None:
         _require_in_memory(in_memory)
@@ -504,9 +512,11 @@ def _collate(
     held, clients = test, None
     if isinstance(test, tuple) and len(test) == 2 and is_dataset(test[0]):
         held, clients = test
+        # A column of the test set may be called otherwise than that of the training set.
         key = clients if isinstance(clients, str) else key
     _check_collated_test(held)
     groups = [{"the dataset": dataset}, {} if held is None else {"the test set": held}]
+    # Both in one call: a collator pads all items to the longest one that it gets.
     first, second = collate_items(collate, groups, key)
     if held is not None:
         held = second["the test set"]
@@ -521,11 +531,12 @@ def _collate_clients(
     own, group = None, {}
     if isinstance(test, list | Mapping) or hasattr(test, "load_partition"):
         own = _list_by_client(list_partitions(test))
-        group = {f"test set {client}": one for client, one in own.items()}
+        group = prefix_keys("test set ", own)
     elif test is not None:
         _check_collated_test(test)
         group = {"the test set": test}
-    named = {f"dataset {client}": one for client, one in by_client.items()}
+    named = prefix_keys("dataset ", by_client)
+    # As in `_collate`: training and test items must get one length.
     first, second = collate_items(collate, [named, group], None)
     if own is not None:
         test = dict(zip(own, second.values(), strict=True))
@@ -538,8 +549,8 @@ def _collate_clients(
 def _check_collated_test(test: Any) -> None:
     if test is not None and not is_dataset(test) and not isinstance(test, list):
         raise ConfigError(
-            f"collate is given, and test is a {type(test).__name__}; expected a dataset of the same "
-            "items, which is padded together with the others"
+            f"collate is given, and test is a {type(test).__name__}; expected a dataset of the "
+            "same items, which is padded together with the others"
         )
 
 
@@ -591,6 +602,7 @@ def _read_test(test: Any, form: ItemForm, seed: int, in_memory: bool) -> tuple[A
         ConfigError: when it is neither.
     """
     owners: Any = None
+    # A pair may also be inputs and targets, which are no dataset.
     if isinstance(test, tuple) and len(test) == 2 and is_dataset(open_files(test[0])):
         test, owners = test
         if isinstance(owners, str):

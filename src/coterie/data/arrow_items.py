@@ -1,7 +1,7 @@
 """Rows of Arrow or parquet files as the items of a dataset, read when they are needed.
 
-Arrow files are memory maps: a row is read from the disk alone. Parquet is compressed: a row group is
-decoded for the rows that are asked of it, and the last ones are kept.
+Arrow files are memory maps: a row is read from the disk alone. Parquet is compressed: a row group
+is decoded for the rows that are asked of it, and the last ones are kept.
 """
 
 from collections import OrderedDict
@@ -63,7 +63,7 @@ class ArrowItems:
         mapped = pa.memory_map(str(file))
         try:
             reader: Any = pa.ipc.open_file(mapped)
-            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+            batches = list(map(reader.get_batch, range(reader.num_record_batches)))
         except pa.ArrowInvalid:  # a stream, as `datasets` writes them
             batches = list(pa.ipc.open_stream(mapped))
         for batch in batches:

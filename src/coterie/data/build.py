@@ -18,6 +18,7 @@ from annotated_types import Ge, Lt, MinLen
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from coterie._util.mappings import number_items
 from coterie._util.settings import Configurable, NonNegativeInt, PositiveInt
 from coterie.data._partition import SampleRequest, allocate_samples, apportion_total, order_by_class
 from coterie.data.datasets import call_dataset_function, load_dataset
@@ -155,11 +156,10 @@ class DataConfig(Configurable):
 
     def build_shifts(self) -> tuple[Shift, ...]:
         """Build the shifts; the ones that choose a client's pool come first."""
-        shifts = [
-            parse_shift(table, f"shift[{i}]")
-            for i, table in enumerate(self.shift)
-            if isinstance(table, Mapping)
-        ]
+        shifts = []
+        for number, table in enumerate(self.shift):
+            if isinstance(table, Mapping):
+                shifts.append(parse_shift(table, f"shift[{number}]"))
         kinds = [shift.kind for shift in shifts]
         if len(self.dataset_names) > 1 and "domain" not in kinds:
             shifts.append(parse_shift({"kind": "domain"}))
@@ -544,7 +544,7 @@ def assemble_federation(
 
 def _is_padding_large(x: Tensor, kept: Sequence[Rows]) -> bool:
     """Return whether padded rows would take much more memory than the samples in them."""
-    sizes = [len(own) for own in kept]
+    sizes = list(map(len, kept))
     padded, used = len(sizes) * max(sizes), sum(sizes)
     return padded > 2 * used and (padded - used) * x[:1].nbytes > _MAX_PADDING
 
@@ -585,9 +585,9 @@ def _draw_rows(
     clients: Clients, sources: Sequence[Source], rng: Rng, ids: Sequence[int]
 ) -> list[Rows]:
     """Return the rows of its dataset's pool that each client gets, shuffled."""
-    requests = [
-        SampleRequest(c.num_samples, c.recipe.labels, c.mixture, c.counts, c.reuse) for c in clients
-    ]
+    requests = []
+    for c in clients:
+        requests.append(SampleRequest(c.num_samples, c.recipe.labels, c.mixture, c.counts, c.reuse))
     drawn = _allocate_pools(
         clients, requests, [source.train for source in sources], "data.pool", sources, rng, ids
     )
@@ -736,10 +736,9 @@ class SampleLayout:
         if isinstance(normalize, str):
             constants: list[Constants] = [sources[0].channel_constants(normalize)] * len(sources)
         elif len(normalize) == len(sources):
-            constants = [
-                source.channel_constants(own)
-                for source, own in zip(sources, normalize, strict=True)
-            ]
+            constants = []
+            for source, own in zip(sources, normalize, strict=True):
+                constants.append(source.channel_constants(own))
         else:
             raise ConfigError(
                 f"normalize has {len(normalize)} entries for {len(sources)} datasets; give one for "
@@ -796,7 +795,9 @@ class SampleLayout:
         distinct = [change for change in dict.fromkeys(changes) if change.transforms]
         change_of = None
         if distinct:
-            number = [distinct.index(c) if c.transforms else -1 for c in changes]
+            # -1 stands for no change.
+            number_of = number_items(distinct)
+            number = [number_of.get(change, -1) for change in changes]
             shape = (-1, *(1 for _ in rows.shape[1:]))
             change_of = torch.tensor(number).reshape(shape).expand(rows.shape)
         return ClientRows(samples.x, torch.from_numpy(rows), tuple(distinct), change_of)
@@ -980,16 +981,16 @@ class _TestSetMaker:
             if len(short):
                 first = int(short[0])
                 raise DataError(
-                    f"{self._client_name(row)} is to be tested on {counts[first]:,} samples of class "
-                    f"{first}, its share of {wanted:,}; the test set has {present[first]:,}: lower "
-                    "test_samples or test_fraction"
+                    f"{self._client_name(row)} is to be tested on {counts[first]:,} samples of "
+                    f"class {first}, its share of {wanted:,}; the test set has {present[first]:,}: "
+                    "lower test_samples or test_fraction"
                 )
             requests.append(SampleRequest(wanted, counts=tuple(counts.tolist()), reuse=True))
         pools = [source.test for source in self.sources]
         # A partition says nothing of the test set, so such clients draw from all of it.
-        whole = tuple(
-            replace(client, group=None) if client.rows else client for client in self.clients
-        )
+        whole: Clients = ()
+        for client in self.clients:
+            whole += (replace(client, group=None) if client.rows else client,)
         parts = _allocate_pools(
             whole, requests, pools, "data.test.pool", self.sources, self.rng, range(len(whole))
         )

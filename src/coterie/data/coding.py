@@ -13,9 +13,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from coterie._util.mappings import number_items
 from coterie.data.guesses import warn_about_lookalikes, warn_about_targets
 from coterie.errors import ConfigError, DataError, require
 
+# More are an id, or numbers to be predicted: an entry for each would make a model of them alone.
 MOST = 1000
 """The most classes that whole numbers are taken for; and categories with an entry each."""
 
@@ -28,11 +30,11 @@ EMPTY = (
 )  # fmt: skip
 """Words that programs write where there is no value, as pandas reads them."""
 
+# Of at most so many whole numbers as floats it is said that they are no classes. Digits are ten.
 _FEW_WHOLE = 10
-"""Of at most so many whole numbers as floats it is said that they are no classes: digits are ten."""
 
+# Beyond it float64 skips whole numbers.
 _EXACT = 1 << 53
-"""Beyond it float64 skips whole numbers."""
 
 
 def code_targets(
@@ -70,6 +72,7 @@ def code_targets(
     names = tuple(map(str, names))
     require(not (names and classes == 0), "class_names", names, "none for a regression")
     coded, known, number = _code_targets(targets, classes, names, what, most)
+    # Only a regression: classes are whole numbers, however they are spread.
     if not number and not known:
         first = coded[0]
         warn_about_targets(first if isinstance(first, Tensor) else to_array(first, what), what)
@@ -79,9 +82,10 @@ def code_targets(
 def _code_targets(
     targets: Sequence[Any], classes: int | None, names: tuple[str, ...], what: str, most: int
 ) -> tuple[list[Any], tuple[str, ...], int]:
-    arrays = [one if isinstance(one, Tensor) else to_array(one, what) for one in targets]
+    arrays = _to_arrays(targets, what)
+    # A second axis of one entry is a column of a table, and one value for each sample all the same.
     single = all(one.ndim == 1 or (one.ndim == 2 and one.shape[1] == 1) for one in arrays)
-    if any(_has_text(one) for one in arrays):
+    if any(map(_has_text, arrays)):
         if classes == 0 and single:
             raise DataError(f"{what} is text; expected numbers, as classes = 0 is a regression")
         coded, known = encode_labels(targets, names, what)
@@ -90,7 +94,7 @@ def _code_targets(
         return coded, known, _check_number(known, classes) if single else 0
     if not single:
         return list(targets), names, classes or 0
-    values = [_to_values(one) for one in arrays]
+    values = list(map(_to_values, arrays))
     # The classes are those of the first; others may lack some, and have no further ones.
     found = np.unique(values[0] if len(values[0]) else np.concatenate(values))
     floats = any(one.dtype.kind == "f" for one in values)
@@ -107,13 +111,23 @@ def _code_targets(
         if np.array_equal(found, np.arange(len(found))):
             return list(targets), (), max(1, len(found))
         _warn_about_negative(found, what)
+        # The labels themselves name the classes where these are not the numbers from 0.
         names = tuple(map(str, found.tolist()))
     if not names:
         return list(targets), (), classes or 0
+    # Whole numbers as floats are what pandas makes of a column of classes with gaps.
     if floats and not np.array_equal(found, found.round()):
         raise DataError(f"{what} has fractions; expected whole numbers, as class_names are given")
     number = _check_number(names, classes)
     return _place_labels(values, names, what), names, number
+
+
+def _to_arrays(targets: Sequence[Any], what: str) -> list[np.ndarray | Tensor]:
+    """Return targets as arrays; tensors stay, as they may be on a device."""
+    arrays = []
+    for one in targets:
+        arrays.append(one if isinstance(one, Tensor) else to_array(one, what))
+    return arrays
 
 
 def _check_number(names: Sequence[str], classes: int | None) -> int:
@@ -154,7 +168,7 @@ def _warn_about_negative(found: np.ndarray, what: str) -> None:
 
 
 def _ask_about_floats(found: np.ndarray, number: int, what: str) -> None:
-    """Refuse floats of two values, which are hardly those of a regression; warn of a few whole ones.
+    """Refuse floats of two values, which are hardly a regression's; warn of a few whole ones.
 
     Raises:
         DataError: which asks what they are.
@@ -169,8 +183,8 @@ def _ask_about_floats(found: np.ndarray, number: int, what: str) -> None:
         if np.array_equal(found, np.arange(len(found))):
             advice = f"classes = {len(found)}"
         warnings.warn(
-            f"{what} has the numbers {listed} alone, as floats: they are taken for a regression, as "
-            f"classes = 0 says without this line; for classes say {advice}",
+            f"{what} has the numbers {listed} alone, as floats: they are taken for a regression, "
+            f"as classes = 0 says without this line; for classes say {advice}",
             stacklevel=5,
         )
     if len(found) != 2:
@@ -192,6 +206,7 @@ def _ask_about_numbers(found: np.ndarray, what: str, most: int) -> None:
     Raises:
         DataError: which asks what they are.
     """
+    # Tables set a lower limit: their whole numbers are often counts.
     if len(found) <= most:
         return
     advice = "class_names = [...] or text for classes"
@@ -212,16 +227,18 @@ def _place_labels(
     Which labels names mean is decided by the names alone, so that it is the same in every file:
     true and false are 1 and 0, whole numbers themselves, and other names those of 0, 1, ...
     """
+    # Names that are truths stand for labels that are booleans, or 0 and 1.
     words = {"false": 0, "true": 1}
     folded = [name.casefold() for name in names]
     if set(folded) <= set(words):
         place_of = {words[name]: place for place, name in enumerate(folded)}
-    elif any(WHOLE.fullmatch(name) for name in names):
+    elif any(map(WHOLE.fullmatch, names)):
         place_of = {int(name): place for place, name in enumerate(names) if WHOLE.fullmatch(name)}
     else:
         place_of = {place: place for place in range(len(names))}
     coded = []
     for own in values:
+        # Each distinct label is looked up once, not each sample.
         labels, index = np.unique(own, return_inverse=True)
         places = [place_of.get(int(label), -1) for label in labels]
         if -1 in places:
@@ -260,10 +277,10 @@ def encode_labels(
         >>> found.tolist(), names
         ([1, 0, 1], ('a', 'b'))
     """
-    arrays = [one if isinstance(one, Tensor) else to_array(one, what) for one in targets]
-    if not any(_has_text(one) for one in arrays):
+    arrays = _to_arrays(targets, what)
+    if not any(map(_has_text, arrays)):
         return list(targets), tuple(names)
-    arrays = [np.asarray(one) for one in arrays]
+    arrays = list(map(np.asarray, arrays))
     texts = [one.reshape(-1).tolist() for one in arrays]
     for flat in texts:
         for place, label in enumerate(flat):
@@ -290,7 +307,7 @@ def encode_labels(
                 "class_names",
                 stacklevel=4,
             )
-    code_of = {label: code for code, label in enumerate(valid)}
+    code_of = number_items(valid)
     coded = []
     for flat, array in zip(texts, arrays, strict=True):
         codes = [code_of.get(label, -1) for label in flat]
@@ -314,6 +331,7 @@ def _find_labels(targets: Sequence[Any], texts: Sequence[Sequence[str]]) -> tupl
         categories = getattr(getattr(one, "dtype", None), "categories", None)
         if categories is not None:
             return tuple(map(str, categories))
+    # Sorted: the classes must not depend on the order of the rows.
     return tuple(sorted(set().union(*texts)))
 
 
@@ -410,7 +428,8 @@ def _sort_clients(given: list[Any]) -> tuple[list[Any], Int[np.ndarray, " sample
         mixed = " and ".join(sorted(kind.__name__ for kind in kinds))
         raise DataError(f"clients mixes {mixed}; expected values that can be sorted: make all text")
     if float in kinds:
-        values = [float(one) for one in values]
+        # 1 and 1.0 are one client, where some ids were read as floats.
+        values = list(map(float, values))
         large = next((one for one in values if abs(one) >= _EXACT), None)
         if large is not None:
             raise DataError(
@@ -424,7 +443,7 @@ def _sort_clients(given: list[Any]) -> tuple[list[Any], Int[np.ndarray, " sample
             f"clients are values of type {kinds.pop().__name__}; expected values that can be "
             "sorted: make all text"
         ) from None
-    code_of = {one: code for code, one in enumerate(found)}
+    code_of = number_items(found)
     return found, np.array([code_of[one] for one in values], np.int64)
 
 
@@ -447,7 +466,7 @@ def match_clients(
     # Clients without names are the numbers from 0.
     found = given or tuple(map(str, held.unique().tolist()))
     known_names = tuple(names) or tuple(map(str, known.unique().tolist()))
-    number_of = {name: number for number, name in enumerate(known_names)}
+    number_of = number_items(known_names)
     for name in found:
         if name not in number_of:
             raise DataError(
@@ -465,6 +484,7 @@ def match_clients(
 
 def write_category(value: Any) -> str:
     """Return a category as text: 1 for 1.0 and for 1, true for True."""
+    # Before numbers: True is an int as well, and would become 1.
     if isinstance(value, bool | np.bool_):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():

@@ -71,6 +71,7 @@ def load_digits_source() -> Source:
     y = torch.from_numpy(bunch.target.astype(np.int64))
     # Seed 0 whatever the run's seed: all runs have one test set.
     order = torch.from_numpy(Rng(0).generator("data.digits").permutation(len(x)))
+    # 1,500 are left for training.
     test, train = order[:297], order[297:]
     return Source(
         "digits", Samples(x[train], y[train]), Samples(x[test], y[test]), 10, tuple("0123456789")
@@ -161,6 +162,7 @@ def load_dataset(
                 f"{name!r} returned a federation, which cannot be one of several datasets"
             )
         return made
+    # What is given in the call wins over the environment.
     root = data_dir or os.environ.get("COTERIE_DATA")
     if name in OWN_KINDS:
         return load_table_or_folder(name, options or {}, root)
@@ -196,6 +198,7 @@ def call_dataset_function(path: str, options: Mapping[str, Any], seed: int) -> S
     signature = inspect.signature(function)
     given = dict(options)
     if "seed" in signature.parameters:
+        # Only where the function asks for it, and the study has not given one.
         given.setdefault("seed", seed)
     try:
         # Checked before the call: a TypeError from inside the function is the function's own.
@@ -274,6 +277,7 @@ def _resolve_path(path: object, root: str | Path | None, where: str) -> Path:
     """Return a path as given, or relative to the folder of datasets."""
     require(isinstance(path, str | Path), where, path, "a path, as text")
     given = expand_home(str(path))
+    # As given first: a path from here must not change its meaning with --data-dir.
     if given.exists():
         return given
     if root is not None and (expand_home(root) / given).exists():

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from coterie._util.facts import Described, format_range
 from coterie._util.files import prepare_file, replace_atomically
+from coterie._util.mappings import number_items
 from coterie._util.names import format_client, format_clients, shorten_text
 from coterie._util.tensors import index_optional
 from coterie.data.preparation import FittedPreparation, TableColumn, stack_fitted, unstack_fitted
@@ -39,17 +40,20 @@ T = TypeVar("T")
 
 def parse_parts(stored: Sequence[Sequence[Any]]) -> tuple[InputPart, ...]:
     """Return the parts of an input from the lists of their fields, as JSON has them."""
-    return tuple(
-        InputPart(name, tuple(shape), whole, *map(tuple, scale))
-        for name, shape, whole, *scale in stored
-    )
+    parts = []
+    for name, shape, whole, *scale in stored:
+        # JSON has lists where a part, which is hashed, has tuples.
+        parts.append(InputPart(name, tuple(shape), whole, *map(tuple, scale)))
+    return tuple(parts)
 
 
 def parse_columns(stored: Sequence[Sequence[Any]]) -> tuple[TableColumn, ...]:
     """Return the columns of a table from the lists of their fields, as JSON has them."""
-    return tuple(
-        TableColumn(name, None if one is None else tuple(one), *more) for name, one, *more in stored
-    )
+    columns = []
+    for name, categories, *more in stored:
+        known = None if categories is None else tuple(categories)
+        columns.append(TableColumn(name, known, *more))
+    return tuple(columns)
 
 
 def compute_checksum(values: Inputs) -> bytes:
@@ -66,7 +70,9 @@ def _iterate_bytes(values: Inputs) -> Iterator[bytes | memoryview]:
         return
     flat = values.flatten(0, values.index.ndim - 1) if values.index.ndim > 1 else values
     size = math.prod(flat.shape[1:]) * flat.dtype.itemsize
+    # Sixteen pieces are read at a time: a disk is asked less often.
     used, most = (flat.index >= 0).numpy(), max(1, 16 * _PIECE // max(1, size))
+    # Left over from a read: pieces are of equal size, wherever a read ends.
     rest, zeros = b"", bytes(_PIECE)
     # Ranges of samples, and of padding, in turn.
     ends = [*(np.flatnonzero(np.diff(used)) + 1).tolist(), len(used)]
@@ -233,6 +239,11 @@ class Federation(Described):
         }
 
     @property
+    def _test_noises(self) -> list[float]:
+        """The level of noise of each test set; a new list in each call."""
+        return [test.noise for test in self.tests]
+
+    @property
     def features(self) -> tuple[int, ...]:
         """The shape of one input."""
         return tuple(self.x.shape[2:])
@@ -262,7 +273,7 @@ class Federation(Described):
             DataError: when an id is not in this federation.
         """
         wanted = torch.as_tensor(ids, dtype=torch.int64).tolist()
-        place = {client: row for row, client in enumerate(self.ids.tolist())}
+        place = number_items(self.ids.tolist())
         missing = [client for client in wanted if client not in place]
         if missing:
             raise DataError(
@@ -342,7 +353,9 @@ class Federation(Described):
 
         A gigabyte takes about a second.
         """
+        # 8 bytes: enough to notice data that were mixed up, not data that somebody forged.
         digest = hashlib.blake2b(digest_size=8)
+        # Their order is part of stored fingerprints.
         parts = [self.ids, self.split, self.x, self.y, self.test_of]
         for test in self.tests:
             parts += [test.x, test.y]
@@ -362,7 +375,7 @@ class Federation(Described):
             shift,
             cluster,
             noise,
-            [test.noise for test in self.tests],
+            self._test_noises,
             self.classes,
         ]
         # Added only where there are parts: other fingerprints stay comparable with stored runs.
@@ -412,7 +425,7 @@ class Federation(Described):
                 f"the targets contain NaN or infinity (first of {self._describe_client(bad)}); "
                 "drop those samples"
             )
-        levels = [test.noise for test in self.tests]
+        levels = self._test_noises
         if self.noise is not None:
             levels += self.noise.tolist()
         if not all(0 <= level < float("inf") for level in levels):
@@ -497,7 +510,7 @@ class Federation(Described):
             meta |= {"targets": self.targets, "notes": self.notes}
         meta |= {
             "tests": [test.name for test in self.tests],
-            "test_noise": [test.noise for test in self.tests],
+            "test_noise": self._test_noises,
             "truth": truth,
         }
         path = prepare_file(path)

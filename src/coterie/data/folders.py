@@ -179,11 +179,9 @@ def _require_way_on(link: Path) -> None:
 
 def _list_pictures(path: Path) -> list[Path]:
     known = Image.registered_extensions()
-    return sorted(
-        one
-        for one in path.iterdir()
-        if one.suffix.lower() in known and not one.name.startswith(".")
-    )
+    found = [one for one in path.iterdir() if one.suffix.lower() in known]
+    # Hidden files are no pictures, such as the "._" files of macOS.
+    return sorted(one for one in found if not one.name.startswith("."))
 
 
 def _load_picture(

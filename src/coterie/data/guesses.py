@@ -44,7 +44,7 @@ def warn_about_inputs(
     """
     if not len(x) or not x[0].numel() or x.dtype == torch.bool:
         return
-    low, high = (float(end) for end in torch.aminmax(x))
+    low, high = map(float, torch.aminmax(x))
     said = _doubt_pixels(x, name, kind, low, high)
     if not said:
         said = _doubt_order(x, name)
@@ -197,8 +197,8 @@ def _doubt_precision(x: Tensor, advice: str = "subtract a start, or scale") -> s
     first = float(center[place])
     step = float(np.spacing(np.float32(first)))
     return (
-        f"has numbers near {first:g} that differ by {float(spread[place]):.3g} on average, of which "
-        f"float32 keeps steps of {step:.2g}: {advice}"
+        f"has numbers near {first:g} that differ by {float(spread[place]):.3g} on average, of "
+        f"which float32 keeps steps of {step:.2g}: {advice}"
     )
 
 

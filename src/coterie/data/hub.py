@@ -27,6 +27,7 @@ from torch import Tensor
 
 from coterie._util import extras
 from coterie._util.files import cache_folder, replace_atomically, resolve_path
+from coterie._util.mappings import map_values
 from coterie.data.folders import has_deep_pixels
 from coterie.data.items import TEST_SPLITS
 from coterie.data.source import Constants, Samples, Source
@@ -113,6 +114,7 @@ def download_dataset(
         chosen["test"] = splits[test]
     files = []
     for split in chosen.values():
+        # Their names and times are the key of the cache of decoded images.
         files += [Path(file["filename"]) for file in split.cache_files]
 
     def load_tables() -> dict[str, pa.Table]:
@@ -333,7 +335,7 @@ def _load_cache(place: Path) -> tuple[dict[str, DecodedSplit], dict[str, tuple[s
             splits[split] = DecodedSplit(tensors[f"{split}.images"], columns)
     except (SafetensorError, KeyError, json.JSONDecodeError):
         return None
-    return splits, {column: tuple(names) for column, names in meta["names"].items()}
+    return splits, map_values(tuple, meta["names"])
 
 
 def _save_cache(

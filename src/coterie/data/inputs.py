@@ -62,7 +62,7 @@ class InputForm:
         """Return what `from_json` reads."""
         return {
             **asdict(self),
-            "parts": [astuple(p) for p in self.parts],
+            "parts": list(map(astuple, self.parts)),
             "table": [column.to_fields() for column in self.table],
         }
 

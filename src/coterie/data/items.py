@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset
 
+from coterie._util.mappings import drop_keys, map_values
 from coterie.data.arrow_items import ArrowItems
 from coterie.data.folders import as_pixels
 from coterie.errors import ConfigError, DataError, describe_unknown
@@ -28,6 +29,7 @@ TOKENIZED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 TEST_SPLITS = ("test", "validation", "valid")
 """Splits used as test set: the first of these that exists."""
 
+# Few, since reading may be slow; random transforms mostly act on every item.
 _READ_TWICE = 16  # items of a dataset that are read again, to see whether they stay the same
 
 
@@ -85,6 +87,8 @@ class ItemForm:
                 raise ConfigError(
                     f"{what} has the keys {keys}; say which is learned, such as target='label'"
                 )
+            # One known name alone: of two, such as "label" and "target", nobody can say which is
+            # learned.
             target = known[0]
         left = [key for key in item if key not in (target, self.client)]
         names = [self.inputs] if isinstance(self.inputs, str) else self.inputs
@@ -159,6 +163,7 @@ class DatasetRows:
             DataError: when an input has another shape or type than the first one.
         """
         places = rows.tolist()
+        # PyTorch's own name for reading many at once, as its data loader does.
         if hasattr(self.dataset, "__getitems__"):
             items = self.dataset.__getitems__(places)
         else:
@@ -196,7 +201,7 @@ def list_partitions(datasets: Any) -> Any:
         return datasets
     partitioners = getattr(datasets, "partitioners", None)
     if partitioners is None:
-        return [datasets.load_partition(place) for place in range(datasets.num_partitions)]
+        return list(map(datasets.load_partition, range(datasets.num_partitions)))
     split = next(iter(partitioners))
     if len(partitioners) > 1:
         if "train" not in partitioners:
@@ -270,7 +275,7 @@ def read_datasets(
         DataError: when items cannot be used, or differ in shape, or change although they are not
             kept.
     """
-    datasets = {what: open_files(dataset) for what, dataset in datasets.items()}
+    datasets = map_values(open_files, datasets)
     read: list[_Items] = []
     changing: list[str] = []
     for number, (what, dataset) in enumerate(datasets.items()):
@@ -339,19 +344,22 @@ def collate_items(
                         "{'input_ids': ..., 'labels': ...}"
                     )
                 owners.append(item.get(kept))
-                items.append({key: value for key, value in item.items() if key != kept})
+                items.append(drop_keys(item, {kept}))
             sizes.append(len(items) - before)
     found = collate(items)
-    fits = hasattr(found, "keys") and all(len(found[key]) == len(items) for key in found.keys())  # noqa: SIM118
+    # `keys`, since what a collator of transformers returns iterates over something else.
+    keys = list(found.keys()) if hasattr(found, "keys") else []
+    fits = hasattr(found, "keys") and {len(found[key]) for key in keys} <= {len(items)}
     if not fits:
         raise DataError(
-            f"collate returned a {type(found).__name__} for {len(items)} items; expected a table of "
-            "tensors with a row for each, as the data collators of transformers return"
+            f"collate returned a {type(found).__name__} for {len(items)} items; expected a table "
+            "of tensors with a row for each, as the data collators of transformers return"
         )
-    columns = {key: _as_tensor(found[key], f"collate: {key!r}") for key in found.keys()}  # noqa: SIM118
+    columns = {key: _as_tensor(found[key], f"collate: {key!r}") for key in keys}
     rows, start = [], 0
     for place, owner in enumerate(owners):
         row: dict[str, Any] = {key: column[place] for key, column in columns.items()}
+        # The client's column went past the collator, which may take tensors of the model alone.
         if kept is not None and owner is not None:
             row[kept] = owner
         rows.append(row)
@@ -389,6 +397,7 @@ def _read_items(dataset: Any, what: str, form: ItemForm, in_memory: bool) -> _It
                 f"{what} has inputs of several parts, which in_memory=False cannot read"
             )
         for key, tensor in parts.items():
+            # On disk one input is kept for its form; the others are only compared with it.
             known = out.inputs.setdefault(key, [tensor])
             if in_memory and place:
                 known.append(tensor)

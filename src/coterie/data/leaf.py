@@ -108,7 +108,8 @@ def _read_file(file: Path) -> dict[str, tuple[list[Any], list[Any]]]:
     # Users may be numbers, but the keys of `user_data` are text, as all keys of JSON.
     for user, size in zip(map(str, users), sizes, strict=True):
         own = samples[user]
-        x, y = (own.get(key) if isinstance(own, Mapping) else None for key in ("x", "y"))
+        own = own if isinstance(own, Mapping) else {}
+        x, y = own.get("x"), own.get("y")
         if not isinstance(x, list) or not isinstance(y, list):
             raise DataError(f"{file}: user {user!r} has no lists x and y; expected both")
         if not len(x) == len(y) == size:

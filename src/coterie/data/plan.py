@@ -102,6 +102,9 @@ class Client:
         assert self.samples is not None, "sizes are settled before the shifts that need them"
         return self.samples
 
+    def _round_share(self, share: float) -> int:
+        return max(1, round(self.num_samples * share)) if share > 0 else 0
+
     def split_sizes(self) -> tuple[int, int, int]:
         """Return the numbers of training, validation and test samples, at least 1 for each share.
 
@@ -109,9 +112,7 @@ class Client:
             DataError: when there are too few samples for that.
         """
         # A share that was asked for is never empty, however small the client is.
-        _, validation, test = (
-            max(1, round(self.num_samples * part)) if part > 0 else 0 for part in self.shares
-        )
+        _, validation, test = map(self._round_share, self.shares)
         # Training gets what rounding leaves.
         train = self.num_samples - validation - test
         if train < 1:
@@ -190,9 +191,8 @@ def apply_shift(
         raise ConfigError(
             f"{name}: apply returned None; expected the clients: is a `return` missing?"
         )
-    if not isinstance(found, tuple | list) or not all(
-        isinstance(client, Client) for client in found
-    ):
+    are_clients = isinstance(found, tuple | list)
+    if not are_clients or not all(isinstance(client, Client) for client in found):
         raise ConfigError(f"{name}: apply returned {found!r:.60}; expected a tuple of clients")
     if len(found) != len(clients):
         raise ConfigError(

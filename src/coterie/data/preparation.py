@@ -176,7 +176,7 @@ class Preparation:
                 continue
             place = slice(column.start, column.start + column.width)
             fill[place], center[place], spread[place] = found
-        filled, centers, spreads = (torch.from_numpy(one) for one in (fill, center, spread))
+        filled, centers, spreads = map(torch.from_numpy, (fill, center, spread))
         return FittedPreparation(filled, centers, spreads, self.whole, tuple(empty))
 
 
@@ -203,10 +203,10 @@ def unstack_fitted(tensors: Mapping[str, Tensor]) -> tuple[FittedPreparation, ..
         return ()
     fill, center, spread = (tensors[f"{_STORED}.{name}"] for name in _PARTS)
     whole = tensors[f"{_STORED}.whole"].tolist()
-    return tuple(
-        FittedPreparation(fill[row], center[row], spread[row], kind, ())
-        for row, kind in enumerate(whole)
-    )
+    found = []
+    for row, kind in enumerate(whole):
+        found.append(FittedPreparation(fill[row], center[row], spread[row], kind, ()))
+    return tuple(found)
 
 
 _STORED, _PARTS = "prepared", ("fill", "center", "spread")

@@ -80,6 +80,7 @@ class StoredRows:
         """
         if not array.shape[0]:
             raise DataError("x has no rows; every client needs data")
+        # One row says the shape and the type of all, after their conversion.
         first = convert(_to_rows(array[:1]))
         shape = torch.Size((int(array.shape[0]), *first.shape[1:]))
         return StoredRows(array, convert, shape, first.dtype)
@@ -128,6 +129,7 @@ class StoredRows:
             return self.convert(_to_rows(self.array.read_rows(rows), copy=None))
         # Other arrays are read by ranges: those of a chunk at once, or rows that follow each other.
         chunk = (getattr(self.array, "chunks", None) or (1,))[0]
+        # Equal for rows of a chunk, or for rows that follow each other: a difference of 1 cancels.
         groups = rows // chunk if chunk > 1 else rows - np.arange(len(rows))
         starts = np.flatnonzero(np.diff(groups, prepend=groups[:1] - 1))
         found = []
@@ -184,6 +186,7 @@ def _to_rows(values: Any, copy: bool | None = True) -> Tensor:
         copy: whether it shares the memory of the array, which nobody may write; None if not.
     """
     array = np.asarray(values)
+    # PyTorch has numbers of this machine's byte order alone.
     kind = array.dtype.newbyteorder("=")
     if kind.kind in "ui" and kind != np.uint8:
         kind = np.dtype(np.int64)  # PyTorch has few unsigned integers

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie._util.files import write_atomically
+from coterie._util.mappings import map_values
 from coterie._util.names import shorten_text
 from coterie.data.coding import write_category
 from coterie.data.federation import Federation
@@ -19,6 +20,7 @@ from coterie.errors import ConfigError, DataError
 
 FILE = "table.json"
 """The schema in a study's folder."""
+# Raised when a file of an older version would be misread.
 _VERSION = 1
 _SHOWN = 120  # letters of a line
 _LISTED = 50  # columns in words
@@ -103,6 +105,7 @@ class TableSchema:
             "features": features,
             "encode": coded or "one-hot",
             "indicate": indicate,
+            # One setting of the whole table: all columns of numbers are scaled, or none.
             "scale": "standard" if any(one.scaled for one in self.columns) else None,
             "categories": categories,
             "class_names": list(self.class_names),
@@ -190,11 +193,12 @@ def _describe_column(column: TableColumn) -> str:
 
 
 def _write_fills(fills: Mapping[str, Any] | None) -> dict[str, str]:
-    return {name: write_category(one) for name, one in (fills or {}).items()}
+    return map_values(write_category, fills or {})
 
 
 def _cut(text: str) -> str:
     """Return a text of limited length: a long one ends with a hash of the whole."""
+    # The hash keeps texts apart that differ behind the cut.
     if len(text) <= _SHOWN:
         return text
     return f"{text[:_SHOWN]}... {hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -77,12 +77,12 @@ class Labels(Shift):
     def check(self) -> None:
         """Read the groups given as text."""
         # The class is frozen, and `check` is a part of its creation.
-        object.__setattr__(self, "groups", tuple(_parse_labels(group) for group in self.groups))
+        object.__setattr__(self, "groups", tuple(map(_parse_labels, self.groups)))
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Restrict each cluster to its classes."""
         _require_no_class_counts(clients, self.kind)
-        groups = [tuple(int(label) for label in group) for group in self.groups]
+        groups = [tuple(map(int, group)) for group in self.groups]
         labels = sorted(set(itertools.chain.from_iterable(groups)))
         for source in sources:
             for label in labels:
@@ -90,10 +90,11 @@ class Labels(Shift):
         place = assign_clusters(
             len(self.groups), len(clients), self.sizes, self.assign, streams(EVERYONE)
         )
-        return tuple(
-            c.plant_cluster(p, f"labels {_format_labels(groups[p])}", labels=groups[p])
-            for c, p in zip(clients, place, strict=True)
-        )
+        out = []
+        for client, p in zip(clients, place, strict=True):
+            name = f"labels {_format_labels(groups[p])}"
+            out.append(client.plant_cluster(p, name, labels=groups[p]))
+        return tuple(out)
 
 
 @final
@@ -124,6 +125,7 @@ class DirichletPerClient(Shift):
         """Check that one of the concentrations is given."""
         total, per_class = self.concentration_total, self.concentration_per_class
         given = (total is not None) + (per_class is not None)
+        # The two differ by a factor of the number of classes, so that none of them is a default.
         if given != 1:
             raise ConfigError(
                 f"{self.kind} needs one of concentration_total and concentration_per_class; "
@@ -222,6 +224,7 @@ class DirichletPerClass(Shift):
         out = list(clients)
         generator = streams(EVERYONE)
         for place, source in enumerate(sources):
+            # Dataset by dataset: classes of one number are other things in another one.
             rows = [row for row, c in enumerate(clients) if c.recipe.source == place]
             sizes = [clients[row].num_samples for row in rows]
             counts = self._share_classes(sizes, source, generator)
@@ -313,6 +316,7 @@ class KFold(Shift):
             rest = client.num_samples - primary
             counts = spread_evenly(rest, classes, next_rest[place])
             if self.rest == "released":
+                # As the released code: the remainder goes to the last class alone.
                 counts[:] = rest // classes
                 counts[-1] += rest % classes
             counts[block] += spread_evenly(primary, len(block), next_primary[slot])
@@ -353,6 +357,7 @@ class Quantity(Shift):
             raise ConfigError(
                 f"{self.kind} cannot change natural groups; leave one of the two shifts out"
             )
+        # One stream for all clients: their sizes are drawn together, as shares of one whole.
         generator, out = streams(EVERYONE), list(clients)
         # Clients of one pool exchange samples.
         members: dict[tuple[int, tuple[int, ...]], list[int]] = {}
@@ -444,7 +449,10 @@ def _format_labels(labels: Sequence[int]) -> str:
             runs[-1].append(label)
         else:
             runs.append([label])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    parts = []
+    for run in runs:
+        parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+    return ",".join(parts)
 
 
 @final
@@ -472,6 +480,7 @@ class Rotation(Shift):
         _require_images(sources, self.kind)
         for source in sources:
             height, width = source.train.x.shape[-2:]
+            # Other angles keep the shape, and fill the corners.
             if height != width and any(angle % 180 == 90 for angle in self.degrees):
                 raise DataError(
                     f"{source.name} has images of {height}x{width}; a quarter turn needs square "
@@ -481,11 +490,12 @@ class Rotation(Shift):
             len(self.degrees), len(clients), self.sizes, self.assign, streams(EVERYONE)
         )
         # No transform for no turn: such clients share the test set of clients without the shift.
-        turns = [() if angle % 360 == 0 else (Rotate(angle, self.fill),) for angle in self.degrees]
         out = []
         for client, p in zip(clients, place, strict=True):
-            transforms = (*client.recipe.transforms, *turns[p])
-            turned = client.plant_cluster(p, f"rotation {self.degrees[p]:g}", transforms=transforms)
+            angle, transforms = self.degrees[p], client.recipe.transforms
+            if angle % 360:
+                transforms = (*transforms, Rotate(angle, self.fill))
+            turned = client.plant_cluster(p, f"rotation {angle:g}", transforms=transforms)
             # Notes are part of the fingerprint of the data: the usual fill stays unsaid in them.
             if self.fill != MID_GRAY:
                 turned = turned.add_note(f"fill {self.fill}")
@@ -570,7 +580,7 @@ class LabelSwap(Shift):
 
     def check(self) -> None:
         """Check that the swaps are pairs."""
-        pairs = [tuple(pair) for pair in itertools.chain.from_iterable(self.swaps)]
+        pairs = list(map(tuple, itertools.chain.from_iterable(self.swaps)))
         require(
             all(len(set(pair)) == len(pair) == 2 for pair in pairs),
             "swaps",
@@ -661,10 +671,11 @@ class RegressionTargets(Shift):
             # Keyed by the cluster: the number of clients changes no coefficients.
             drawn = streams(cluster).uniform(self.low, self.high, dim)
             theta.append(tuple(drawn.tolist()))
-        return tuple(
-            c.plant_cluster(p, f"targets {p}", targets=LinearTargets(theta[p], self.noise))
-            for c, p in zip(clients, place, strict=True)
-        )
+        out = []
+        for client, p in zip(clients, place, strict=True):
+            targets = LinearTargets(theta[p], self.noise)
+            out.append(client.plant_cluster(p, f"targets {p}", targets=targets))
+        return tuple(out)
 
 
 @final
@@ -695,10 +706,10 @@ class Domain(Shift):
             classes = [source.classes for source in sources]
             # Classes of a dataset come behind those of all earlier ones.
             offsets = list(itertools.accumulate(classes[:-1], initial=0))
-        return tuple(
-            c.plant_cluster(p, sources[p].name, source=p, offset=offsets[p])
-            for c, p in zip(clients, place, strict=True)
-        )
+        out = []
+        for client, p in zip(clients, place, strict=True):
+            out.append(client.plant_cluster(p, sources[p].name, source=p, offset=offsets[p]))
+        return tuple(out)
 
 
 @final
@@ -837,6 +848,7 @@ class Partition(Shift):
                 f"{what} returned None; expected the client of each sample: is a `return` missing?"
             )
         owners = np.asarray(found)
+        # Whole numbers only: rounding would put samples to clients that nobody named.
         if owners.shape != (len(samples),) or owners.dtype.kind not in "iu":
             raise ConfigError(
                 f"{what} returned {owners.dtype} of shape {owners.shape}; expected {len(samples)} "
@@ -885,22 +897,19 @@ class Partition(Shift):
 
 
 SHIFTS: dict[str, type[Shift]] = {
-    shift.kind: shift
-    for shift in (
-        Iid,
-        Rotation,
-        Visual,
-        Labels,
-        LabelSwap,
-        RegressionTargets,
-        Domain,
-        DirichletPerClient,
-        DirichletPerClass,
-        KFold,
-        Quantity,
-        Natural,
-        Partition,
-    )
+    Iid.kind: Iid,
+    Rotation.kind: Rotation,
+    Visual.kind: Visual,
+    Labels.kind: Labels,
+    LabelSwap.kind: LabelSwap,
+    RegressionTargets.kind: RegressionTargets,
+    Domain.kind: Domain,
+    DirichletPerClient.kind: DirichletPerClient,
+    DirichletPerClass.kind: DirichletPerClass,
+    KFold.kind: KFold,
+    Quantity.kind: Quantity,
+    Natural.kind: Natural,
+    Partition.kind: Partition,
 }
 """Every kind of shift by the name that a study file uses."""
 
@@ -922,9 +931,8 @@ def parse_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
             import_class(kind, f"{where} {kind!r}", Shift, "coterie.data.plan.Shift"), rest, where
         )
     if kind.startswith("dirichlet") and "alpha" in rest:
-        names = ", ".join(
-            field.name for field in fields(SHIFTS[kind]) if field.name.startswith("concentration")
-        )
+        own = [field.name for field in fields(SHIFTS[kind])]
+        names = ", ".join(name for name in own if name.startswith("concentration"))
         raise ConfigError(
             f"{where}: alpha means different things in different papers; use one of: {names}"
         )

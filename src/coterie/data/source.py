@@ -34,9 +34,10 @@ Constants = tuple[tuple[float, ...], tuple[float, ...]]
 def all_finite(values: Shaped[Tensor, "..."]) -> bool:
     """Whether no value is NaN or infinite."""
     # The extremes show it too, much faster than a test of every value.
-    return not values.numel() or all(
-        bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values)
-    )
+    if not values.numel():  # nothing has no extremes
+        return True
+    least, most = torch.aminmax(values)
+    return bool(torch.isfinite(least) & torch.isfinite(most))
 
 
 def normalize_images(
@@ -530,7 +531,7 @@ def _convert_inputs(
         # All parts travel in one tensor of float32, which holds whole numbers up to LARGEST
         # exactly.
         tensors.append(part.reshape(len(part), -1).float())
-    lengths = [len(one) for one in tensors]
+    lengths = list(map(len, tensors))
     if len(set(lengths)) > 1:
         raise DataError(
             f"the parts of x hold {lengths} samples; expected as many in each: an input is one of "

@@ -25,6 +25,7 @@ import pyarrow.csv as arrow_csv
 import pyarrow.parquet as arrow_parquet
 
 from coterie._util.files import expand_home
+from coterie._util.mappings import drop_keys
 from coterie.data.coding import EMPTY, WHOLE
 from coterie.errors import ConfigError, DataError, describe_unknown
 
@@ -165,7 +166,7 @@ def load_table(table: Any, form: CsvFormat = CsvFormat(), what: str = "the table
     if isinstance(table, str | Path):
         return _load_file(expand_home(table), form)
     if hasattr(table, "iloc"):
-        _require_distinct_names([str(name) for name in table.columns], what)
+        _require_distinct_names(list(map(str, table.columns)), what)
     try:
         try:
             made = _convert_to_arrow(table)
@@ -284,7 +285,7 @@ def read_ids(loaded: LoadedTable, name: str) -> list[Any]:
     distinct = column.unique().to_pylist()
     # Python refuses to read whole numbers of more than 4300 digits.
     if all(WHOLE.fullmatch(one) and len(one) < 4000 for one in distinct):
-        return [int(one) for one in column.to_pylist()]
+        return list(map(int, column.to_pylist()))
     words = [one for one in distinct if one.strip() and one.strip() in EMPTY]
     if words:
         warnings.warn(
@@ -321,7 +322,7 @@ def decide_types(
     columns = {}
     for name in dict.fromkeys(names):
         columns[name] = _clear_empty(loaded.arrow[name], categories.get(name, ()))
-    guessed = {name: column for name, column in columns.items() if name not in categories}
+    guessed = drop_keys(columns, categories)
     decimal = decimal or _find_decimal(guessed)
     read, padded = {}, []
     for name, column in columns.items():
@@ -417,11 +418,7 @@ def follow_types(
         found = _convert_entries(column, decimal)
         if found is None:
             pattern = _WHOLE_OR_COMMA if decimal == "," else _NUMBER
-            row, value = next(
-                (row, one)
-                for row, one in enumerate(column.to_pylist())
-                if one is not None and not _matches(pa.chunked_array([[one]]), pattern)
-            )
+            row, value = _find_mismatch(column, pattern)
             raise DataError(
                 f"column {name!r} is {value!r} in row {row} of {loaded.what}; expected "
                 f"{kinds[name]}, as in training"
@@ -442,7 +439,7 @@ def check_column(table: pa.Table, name: str, what: str) -> None:
 
 
 def _replace_columns(table: pa.Table, columns: Mapping[str, pa.ChunkedArray]) -> pa.Table:
-    """Return a table with some of its columns replaced, all at once: `set_column` copies the rest."""
+    """Return a table with some columns replaced, all at once: `set_column` copies the rest."""
     names = table.column_names
     made = [columns.get(name, old) for name, old in zip(names, table.columns, strict=True)]
     return pa.table(made, names=names)
@@ -469,6 +466,14 @@ def _any(column: pa.ChunkedArray, pattern: str) -> bool:
 def _first(column: pa.ChunkedArray | pa.Array, pattern: str = "") -> str:
     trimmed = pc.utf8_trim_whitespace(column.drop_null())
     return trimmed.filter(pc.match_substring_regex(trimmed, pattern=pattern))[0].as_py()
+
+
+def _find_mismatch(column: pa.ChunkedArray, pattern: str) -> tuple[int, Any]:
+    """Return the first entry that has not the form of a pattern, and its row."""
+    for row, value in enumerate(column.to_pylist()):
+        if value is not None and not _matches(pa.chunked_array([[value]]), pattern):
+            return row, value
+    raise AssertionError("the column as a whole does not match")
 
 
 def _convert_entries(column: pa.ChunkedArray, decimal: str) -> pa.ChunkedArray | None:

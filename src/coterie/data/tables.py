@@ -98,10 +98,12 @@ class TableOptions(Configurable):
             if code not in ("one-hot", "codes"):
                 raise ConfigError(f"encode of {name!r} is {code!r}; expected 'one-hot' or 'codes'")
         for name, values in self.categories.items():
+            # A value that stands twice would have two codes, of which one is never used.
             if not isinstance(values, list | tuple) or len(set(values)) < len(values):
                 raise ConfigError(
                     f"categories of {name!r} is {values!r}; expected a list of values, each once"
                 )
+        # Clusters are of clients; rows that clients draw have none that could be looked up.
         if self.clusters is not None and self.client is None:
             raise ConfigError("clusters is given without client; planted clusters come from shift")
         if isinstance(self.impute, str) and self.impute not in FILLS:
@@ -130,6 +132,7 @@ class TableOptions(Configurable):
         chosen = list(self.features or ())
         if self.features is None:
             chosen = [name for name in names if name not in taken]
+            # Only where all columns are taken: by its name nobody can ask for it.
             if "" in chosen:
                 raise ConfigError(
                     f"column {names.index('')} of the table has no name, such as an index that "
@@ -148,6 +151,7 @@ class TableOptions(Configurable):
                 raise ConfigError(
                     f"indicate: {describe_unknown('column of the inputs', name, chosen)}"
                 )
+        # What is learned must not be among the inputs: it would be predicted from itself.
         both = [name for name in chosen if name in taken]
         if both:
             raise ConfigError(
@@ -198,11 +202,13 @@ def read_table(
         ConfigError: when a setting names no column, or is missing.
         DataError: when columns cannot be used.
     """
+    # Both say which rows are for testing.
     if columns.split_column is not None and test is not None:
         raise ConfigError("split_column and test are both given; leave one out")
     tables, notes = _load_tables(table, test, columns, name)
     pool, chosen = tables[0], columns.select_inputs(tables[0].arrow.column_names)
     read = [_convert_column(tables, feature, columns) for feature in chosen]
+    # Nodes see their own rows alone: what a table leaves open they would each fill in otherwise.
     if shared and columns.schema is None:
         _require_shared_settings(read, tables, columns)
     # Indicators come behind all other columns of numbers, in the order of these.
@@ -234,6 +240,7 @@ def read_table(
     y, class_names, classes = _convert_target(tables, columns)
     samples = []
     for place, one in enumerate(tables):
+        # In the order of `entries`, in which `fitted` counts places.
         x = np.concatenate([column.values[place] for column in (*numbers, *codes)], axis=1)
         samples.append(Samples(torch.from_numpy(x).to(kind), y[place], one.owners or {}))
     validation = ""
@@ -290,6 +297,7 @@ def _divide_rows(table: "_ArrowTable", samples: Samples, name: str) -> tuple[lis
         raise DataError(f"column {name!r} says test in no row; expected each client's test rows")
     if "client" in samples.columns:
         owners = samples.columns["client"].numpy()
+        # A client needs rows of both; those for validation may be missing.
         for what, code in (("train", 0), ("test", 2)):
             counts = np.bincount(owners[codes == code], minlength=owners.max() + 1)
             if not counts.all():
@@ -332,14 +340,15 @@ def _load_tables(
     held = load_table(test, columns.csv_format, what)
     if columns.client is not None and columns.client in held.names:
         warnings.warn(
-            f"column {columns.client!r} of the test table is not used: each client is tested on all "
-            f"{held.arrow.num_rows} rows; for each client's own test rows put them into the same "
-            "table, with split_column",
+            f"column {columns.client!r} of the test table is not used: each client is tested on "
+            f"all {held.arrow.num_rows} rows; for each client's own test rows put them into the "
+            "same table, with split_column",
             stacklevel=2,
         )
     for one in needed:
         check_column(held.arrow, one, what)
     kinds: dict[str, Kind] = {one: _find_kind(arrow[one].type) for one in needed}
+    # Categories that were given make text of any column, as in the first table.
     kinds.update({one: "text" for one in columns.categories if one in chosen})
     later = _ArrowTable(follow_types(held, kinds, columns.categories, columns.decimal), None, what)
     for one, kind in kinds.items():
@@ -380,6 +389,7 @@ def _require_kind(table: "_ArrowTable", name: str, kind: Kind, known: str = "tra
         )
     if kind == "true or false" and not pa.types.is_boolean(values.type):
         numbers = table.get_numbers(name)
+        # 1 and 0 are how other programs write true and false.
         others = np.flatnonzero(~np.isnan(numbers) & (numbers != 0) & (numbers != 1))
         if len(others):
             raise DataError(
@@ -422,6 +432,7 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
                 # An empty entry is NaN in all categories, as in training.
                 places = np.arange(len(column.categories))
                 values = np.where(np.isnan(values), np.nan, values == places)
+        # The first entry is enough: an empty row is NaN in all entries of its column.
         empty = np.flatnonzero(np.isnan(values[:, 0]))
         if len(empty) and not column.filled:
             raise DataError(
@@ -548,7 +559,7 @@ def _convert_column(
     if isinstance(impute, Mapping):
         impute = impute.get(name)
     kinds = [table.get_column(name).type for table in tables]
-    if not is_named and not any(_is_text(kind) for kind in kinds):
+    if not is_named and not any(map(_is_text, kinds)):
         for kind in kinds:
             _require_numbers(kind, name)
         values = [table.get_numbers(name)[:, None] for table in tables]
@@ -568,7 +579,7 @@ def _convert_column(
         if place >= 0:
             filled = float(place)  # what fills a category is its code
         elif impute not in (None, "most-frequent"):
-            words = [write_category(one) for one in known]
+            words = list(map(write_category, known))
             raise ConfigError(
                 f"impute of {name!r} is {impute!r}; expected 'most-frequent' or one of its "
                 f"categories: {', '.join(words[:20])}"
@@ -586,6 +597,7 @@ def _convert_column(
             f"column {name!r} has {len(known):,} different values, too many for an entry each; "
             f"leave it out of features, or encode = {{ {name} = 'codes' }}"
         )
+    # Among few rows all values may differ by chance.
     if len(known) > _FEW and len(known) == np.isfinite(codes[0]).sum():
         warnings.warn(
             f"column {name!r} has another value in each row, and becomes {len(known)} entries; if "
@@ -662,6 +674,7 @@ def _encode_categories(
         in_order = pa.types.is_dictionary(column.type) and column.type.ordered
         if not pa.types.is_dictionary(column.type):
             if _is_text(column.type):
+                # One type of text for all tables, so that their dictionaries can be compared.
                 column = column.cast(pa.large_string())
             column = column.dictionary_encode()
         # Each chunk may have a dictionary of its own.
@@ -669,37 +682,37 @@ def _encode_categories(
         arrays.append(encoded)
         values.append(encoded.dictionary.to_pylist())
         if in_order:
+            # An order that was given counts, also for categories of which no row has any.
             ordered += values[-1]
     # The categories given, or those of an ordered dictionary, or the values of the first table.
     known = list(given) if given is not None else list(dict.fromkeys(ordered))
     if not known:
         known = _sort_categories(values)
         warn_about_lookalikes(
-            [write_category(one) for one in known],
-            f"column {name!r}: the categories",
-            with_case=True,
+            list(map(write_category, known)), f"column {name!r}: the categories", with_case=True
         )
-        trained = {write_category(one) for one in values[0]}
+        trained = set(map(write_category, values[0]))
         unknown = [one for one in known if write_category(one) not in trained]
         if unknown:
             shown = ", ".join(map(repr, unknown[:5]))
             warnings.warn(
-                f"column {name!r} is {shown}{', ...' * (len(unknown) > 5)} in the test table alone: "
-                "no client trains on it, so its weights are those of the first model; name the "
-                "categories that are meant (categories), or correct the table",
+                f"column {name!r} is {shown}{', ...' * (len(unknown) > 5)} in the test table "
+                "alone: no client trains on it, so its weights are those of the first model; name "
+                "the categories that are meant (categories), or correct the table",
                 stacklevel=2,
             )
     find = _CategoryPlaces(known, name)
     codes = []
     for table, encoded, distinct in zip(tables, arrays, values, strict=True):
         # A column of empty entries alone has no dictionary: [0] keeps the lookup legal.
-        of_value = np.array([find(value) for value in distinct] or [0], np.float64)
+        of_value = np.array(list(map(find, distinct)) or [0], np.float64)
         # Any code stands in for an empty entry, which becomes NaN in the next line.
         index = encoded.indices.fill_null(0).to_numpy(zero_copy_only=False)
         code = np.where(np.asarray(encoded.is_null()), np.nan, of_value[index])
         strange = np.flatnonzero(code < 0)
         if len(strange):
             found = encoded[int(strange[0])].as_py()
+            # The nearest mistake: the same word in another case or with other accents.
             look = fold_look(str(found)).casefold()
             alike = [one for one in map(str, known) if fold_look(one).casefold() == look]
             hint = ""
@@ -718,7 +731,7 @@ def _sort_categories(values: Sequence[Sequence[Any]]) -> list[Any]:
     """Return the values of all tables, sorted; as text where only some of them are."""
     found = [one for one in chain.from_iterable(values) if one is not None]
     if len({isinstance(one, str) for one in found}) > 1:
-        found = [write_category(one) for one in found]
+        found = list(map(write_category, found))
     return sorted(set(found))
 
 
@@ -773,7 +786,8 @@ def _convert_target(
                 f"target {name!r} is text; expected numbers where several columns are learned"
             )
         kinds += own
-    made = [np.stack([table.get_numbers(name) for name in names], axis=1) for table in tables]
+    made = [np.stack(list(map(table.get_numbers, names)), axis=1) for table in tables]
+    # Whole numbers are labels, of which a sample has several; numbers are a regression.
     whole = all(pa.types.is_integer(kind) or pa.types.is_boolean(kind) for kind in kinds)
     kind = torch.int64 if whole else torch.float32
     return [torch.from_numpy(one).to(kind) for one in made], (), 0
@@ -781,15 +795,15 @@ def _convert_target(
 
 def _warn_of_numbered_labels(table: _ArrowTable, columns: TableOptions) -> None:
     """Warn of a target of numbers where the schema has words: their order may be another one."""
-    (name,), words = columns.target_names, [str(one) for one in columns.class_names]
+    (name,), words = columns.target_names, list(map(str, columns.class_names))
     kind = table.get_column(name).type
     if _is_text(kind) or pa.types.is_boolean(kind) or not words:
         return
-    if not any(WHOLE.fullmatch(one) for one in words):
+    if not any(map(WHOLE.fullmatch, words)):
         order = ", ".join(f"{place} is {one!r}" for place, one in enumerate(words[:5]))
         warnings.warn(
-            f"target {name!r} of {table.what} is numbers, and the schema has words: {order}, in the "
-            "order of the schema; write the words, unless that is how the numbers were meant",
+            f"target {name!r} of {table.what} is numbers, and the schema has words: {order}, in "
+            "the order of the schema; write the words, unless that is how the numbers were meant",
             stacklevel=2,
         )
 
@@ -812,6 +826,7 @@ def _require_shared_settings(
     read: Sequence[_InputColumn], tables: Sequence[_ArrowTable], columns: TableOptions
 ) -> None:
     """Require settings without which the encoding depends on one machine's rows."""
+    # What each machine would find in its own rows alone, and number in its own way.
     open_ones = [one.name for one in read if not one.numeric and one.name not in columns.categories]
     if open_ones:
         raise ConfigError(
@@ -836,6 +851,7 @@ def _require_not_empty(table: _ArrowTable, name: str) -> None:
     values = table.get_column(name)
     empty = np.asarray(values.is_null())
     if pa.types.is_floating(values.type):
+        # An empty float may be null or NaN, by who wrote the file.
         empty |= np.isnan(table.get_numbers(name))
     rows = np.flatnonzero(empty)
     if len(rows):
@@ -869,8 +885,8 @@ def _check_text(tables: Sequence[_ArrowTable], name: str) -> None:
             if any(re.match(r"\s*0\d", value) for value in values):
                 continue
             raise DataError(
-                f"column {name!r} is text, all of it numbers, such as {values[0]!r}; make it a column "
-                "of numbers, or if they are codes, give the column's categories"
+                f"column {name!r} is text, all of it numbers, such as {values[0]!r}; make it a "
+                "column of numbers, or if they are codes, give the column's categories"
             )
         place = column.to_pylist().index(others[0])
         raise DataError(
@@ -896,6 +912,7 @@ def _find_unit(values: Sequence[str]) -> str:
 
 def _is_text(kind: pa.DataType) -> bool:
     """Whether a column holds text or categories."""
+    # By its name: older versions of pyarrow have no function for this type.
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or str(kind) == "string_view"
     return text or pa.types.is_dictionary(kind)
 
