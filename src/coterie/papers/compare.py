@@ -293,9 +293,8 @@ def restrict_to_common_seeds(results: Sequence[StudyResult]) -> tuple[list[Study
     shared = find_common_seeds(known)
     # Without its runs a study cannot be averaged over other seeds; a sweep joins the summaries of
     # its points.
-    fixed = any(
-        list(one.seeds or ()) != shared and (one.archived or one.study.sweep) for one in results
-    )
+    differ = [one for one in results if list(one.seeds or ()) != shared]
+    fixed = any(one.archived or one.study.sweep for one in differ)
     # Then studies keep their own seeds, which the note lists.
     if not shared or fixed:
         return list(results), [*notes, f"Each study is averaged over seeds of its own: {own}."]
@@ -351,7 +350,7 @@ def compare_in_pairs(
         ConfigError: when no study has the metric, the method or the cluster, or no value of the
             metric is better.
     """
-    rows = [row for one in results for row in one.rows]
+    rows = list(chain.from_iterable(one.rows for one in results))
     for kind, name, key in (
         ("metric", metric, "metric"),
         ("method", baseline, "label"),
@@ -484,6 +483,7 @@ def allowed_difference(metric: str, std: float | None, paper_std: float | None) 
         (0.01, 10.0)
     """
     # Our mean and the paper's are independent: their variances add.
+    # Twice: the usual bound of what chance explains.
     spread = 2 * math.hypot(std or 0.0, paper_std or 0.0)
     return max(spread, MIN_ACCURACY_GAP) if REGISTRY[metric].unit == "%" else spread
 
@@ -543,6 +543,7 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
             # The first method of a row stands for it.
             chosen = standing.setdefault(row, entry.label) != entry.label
             lines += [_judge_number(line, found, chosen=chosen) for line in found]
+    # After the measured ones: they need no run, and have a table of their own.
     lines += predict_costs(result.study)
     roles, rows = _find_orderings(lines)
     reference = numbers.SOURCES[experiment.partition("/")[0]]
@@ -619,6 +620,7 @@ def is_full_size(study: StudyConfig) -> bool:
     Of a sweep over such sizes each point counts. Seeds and the settings of methods may differ,
     swept or not. A study whose name is not built in is not of full size.
     """
+    # Without the published settings there is nothing to be smaller than.
     if study.name not in find_builtin_studies():
         return False
     return _sizes_of_points(study) == _sizes_of_points(config.load_study(study.name))
@@ -626,7 +628,7 @@ def is_full_size(study: StudyConfig) -> bool:
 
 def _sizes_of_points(study: StudyConfig) -> list[tuple[Any, ...]]:
     """The sizes of each point of a sweep, or of the study where only method settings are swept."""
-    return [_sizes_of_one(point) for point in expand_sweep(study, to_run=False)]
+    return list(map(_sizes_of_one, expand_sweep(study, to_run=False)))
 
 
 def _sizes_of_one(study: StudyConfig) -> tuple[Any, ...]:
@@ -728,9 +730,9 @@ class PaperCoverage:
 
 def count_coverage(results: Sequence[StudyResult]) -> list[PaperCoverage]:
     """Count, by paper, the published numbers that stored studies compare, without chosen rows."""
-    compared: dict[str, dict[tuple[str, ...], tuple[bool, ComparedNumber]]] = {
-        source: {} for source in numbers.SOURCES
-    }
+    compared: dict[str, dict[tuple[str, ...], tuple[bool, ComparedNumber]]] = {}
+    for source in numbers.SOURCES:
+        compared[source] = {}
     for result in results:
         if result.experiment is None:
             continue
@@ -775,9 +777,8 @@ def _compare_number(result: StudyResult, label: str, one: PublishedNumber) -> Co
         means = _cluster_means(result, label)
         if not means or not np.isfinite(means).all():
             return None
-        row = next(
-            r for r in result.rows if r["label"] == label and r["metric"] == metrics.ACCURACY.name
-        )
+        accuracies = [r for r in result.rows if r["metric"] == metrics.ACCURACY.name]
+        row = next(r for r in accuracies if r["label"] == label)
         mean, std, seeds = float(np.std(means)), None, int(row["seeds"])
     else:
         row = _find_time_ratio(result, label, one.metric) or result.find_row(
@@ -831,6 +832,7 @@ def _judge_number(
             pooled = paper_std = math.sqrt(sum(variances) / len(variances))
     allowed = allowed_difference(line.metric, line.std, paper_std)
     within: bool | None = abs(line.difference) <= allowed
+    # By the paper's own deviation alone: a number of ours that varies much passes less easily.
     strict: bool | None = abs(line.difference) <= allowed_difference(
         line.metric, None, line.paper_std
     )
@@ -852,6 +854,7 @@ def _cluster_means(result: StudyResult, label: str) -> list[float]:
 
 def _find_orderings(lines: Sequence[ComparedNumber]) -> tuple[list[Ordering], list[Ordering]]:
     """Return the chain of roles and the clear pairs, of means over clients or else clusters."""
+    # A paper prints means over clients or over clusters; orders need one kind of them.
     where = "all" if any(line.cluster == "all" for line in lines) else "clusters"
     metric = ranking_metric(lines)
     means: dict[str, ComparedNumber] = {}

@@ -47,7 +47,10 @@ class PublishedDac(Dac):
     """
 
     aggregation: Literal["fedavg", "fedsim", "fedsim_prior"] | Aggregation = "fedavg"
-    tau_schedule: Literal["constant", "var", "reference", "entropy"] = "constant"  # pyright: ignore[reportIncompatibleVariableOverride]
+    # More schedules than the method's own field has, which the type checker refuses.
+    tau_schedule: Literal[  # pyright: ignore[reportIncompatibleVariableOverride]
+        "constant", "var", "reference", "entropy"
+    ] = "constant"
     two_hop_pick: Literal["most", "least"] = "most"
     two_hop_relay: Literal["direct", "any"] = "direct"
     two_hop_scope: Literal["current", "history"] = "current"

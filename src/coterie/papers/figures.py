@@ -70,7 +70,7 @@ def plot_simplexes(runs: NamedRuns) -> DrawnFigure:
     name, run, table = _load_analysis(runs, "simplex")[0]
     axes_of = [column for column in table.columns if column.startswith("alpha_")]
     corners = _polygon_corners(len(axes_of))
-    clients = sorted(int(client) for client in table["client"].unique())
+    clients = sorted(map(int, table["client"].unique()))
     figure, panels = make_panels(len(clients))
     # One color scale for all panels, so that they can be compared.
     accuracy = ACCURACY.scale * table[ACCURACY.name].to_numpy(float)
@@ -105,6 +105,7 @@ def plot_simplexes(runs: NamedRuns) -> DrawnFigure:
         lost = int(np.count_nonzero(~np.isfinite(value)))
         if lost:
             title += f"\n{lost} of {len(value)} not defined"
+        # Equal units on both axes, or the simplex would be out of shape.
         axes.set(title=title, aspect="equal")
         axes.axis("off")
     figure.colorbar(
@@ -136,6 +137,7 @@ def plot_interactions(runs: NamedRuns) -> DrawnFigure:
         matrix = table.pivot_table(index="client", columns="other", values="interaction").to_numpy()
         # The label repeats in each row of a client: one of them is enough.
         label = table.drop_duplicates("client").sort_values("client")["label"].to_numpy()
+        # Stable: within a cluster clients stay in the order of their numbers.
         order = np.argsort(label, kind="stable")
         axes.grid(visible=False)
         axes.imshow(matrix[order][:, order], cmap="cividis", norm=norm)
@@ -184,6 +186,7 @@ def plot_class_shares(runs: NamedRuns, *, most: int = 12) -> DrawnFigure:
     # The largest clusters, then in the order of their numbers.
     groups = np.sort(groups[np.argsort(-sizes, kind="stable")][:most])
     figure = Figure(figsize=(WIDTH, 0.8 + 0.75 * len(groups)), layout="constrained")
+    # One panel comes alone, and not as an array of one.
     panels = np.atleast_1d(np.array(figure.subplots(len(groups), 1, sharex=True, sharey=True)))
     rows = []
     for place, (axes, group) in enumerate(zip(panels, groups, strict=True)):
@@ -201,9 +204,8 @@ def plot_class_shares(runs: NamedRuns, *, most: int = 12) -> DrawnFigure:
             f"{name}: found cluster {group}, {int(mine.sum())} clients", loc="left", pad=2
         )
         axes.grid(visible=False, axis="x")
-        rows += [
-            (name, int(group), column, int(n)) for column, n in zip(classes, count, strict=True)
-        ]
+        for column, n in zip(classes, count, strict=True):
+            rows.append((name, int(group), column, int(n)))
     # Above 20 classes the names do not fit: every tenth number instead.
     step, names, rotation = 10, list(map(str, range(len(classes)))), 0
     if len(classes) <= 20:
@@ -294,7 +296,7 @@ def _find_planted_clusters(run: StoredRun, edges: pd.DataFrame) -> list[Int[np.n
 
 def _choose_rounds(tables: Sequence[pd.DataFrame], number: int) -> list[int]:
     """Some of the rounds in which there are values, evenly spread, the last one among them."""
-    rounds = sorted({int(index) for table in tables for index in table["round"].unique()})
+    rounds = sorted(set().union(*(map(int, table["round"].unique()) for table in tables)))
     # -(-a // b) rounds up. A set: with few rounds two steps may meet at one place.
     places = {-(-len(rounds) * (step + 1) // number) - 1 for step in range(number)}
     return [rounds[place] for place in sorted(places)]
@@ -332,10 +334,8 @@ def _plot_histograms(
                 left, right = x - half, x + half
             share = ndtr((right - mean) / spread) - ndtr((left - mean) / spread)
             axes.plot(x, PERCENT * share, color=color, ls=("-", "--")[place], lw=1)
-        rows += [
-            (name, float(a), float(b), int(n), float(mean), float(spread), above)
-            for a, b, n in zip(edges[:-1], edges[1:], count, strict=True)
-        ]
+        for a, b, n in zip(edges[:-1], edges[1:], count, strict=True):
+            rows.append((name, float(a), float(b), int(n), float(mean), float(spread), above))
     if wide:
         set_log_scale(axes, "x")
         # A panel has no room for the names of seven decades.
@@ -370,19 +370,15 @@ def plot_neighbors(
     figure, panels = make_panels(2)
     rows, chance = [], set[float]()
     for place, (name, group) in enumerate(group_by_name(runs).items()):
-        rows += [
-            (name, shown.name, *one)
-            for one in draw_method_curve(panels[0], name, group, place, (split, shown, cluster))
-        ]
+        curve = draw_method_curve(panels[0], name, group, place, (split, shown, cluster))
+        rows += [(name, shown.name, *one) for one in curve]
         tables = [own for run in group if len(own := _own_share(run))]
-        rounds = sorted({index for own in tables for index in own.index})
+        rounds = sorted(set().union(*(own.index for own in tables)))
         if rounds:
             # Seeds that lack a round have NaN there.
             values = np.array([own.reindex(rounds).to_numpy(float) for own in tables])
-            rows += [
-                (name, OWN.name, *one)
-                for one in draw_band(panels[1], name, place, rounds, values, PERCENT)
-            ]
+            band = draw_band(panels[1], name, place, rounds, values, PERCENT)
+            rows += [(name, OWN.name, *one) for one in band]
             chance.add(graph.expected_share(group[0].planted_clusters))
     if not chance:
         raise DataError(

@@ -16,11 +16,14 @@ from coterie.errors import ConfigError, describe_unknown
 from coterie.functional.metrics import REGISTRY
 
 SOURCES: dict[str, str] = {
-    "similarity": "Listo Zec, Hagander, Ihre-Thomason, Girdzijauskas 2024, https://arxiv.org/abs/2409.10720",
-    "dac": "Listo Zec, Ekblom, Willbo, Mogren, Girdzijauskas 2022, https://arxiv.org/abs/2206.08839",
+    "similarity": "Listo Zec, Hagander, Ihre-Thomason, Girdzijauskas 2024, "
+    "https://arxiv.org/abs/2409.10720",
+    "dac": "Listo Zec, Ekblom, Willbo, Mogren, Girdzijauskas 2022, "
+    "https://arxiv.org/abs/2206.08839",
     "panm": "Li et al., PANM, poster; long form https://arxiv.org/abs/2203.12285",
     "fedgwc": "Licciardi, Leo, Fanì, Caputo, Ciccone 2025, https://arxiv.org/abs/2502.03340",
-    "sosicfl": "Grinwald, Wiesner, Nakajima, SosicFL (later Floco), version 1, 2024, https://arxiv.org/abs/2403.03333v1",
+    "sosicfl": "Grinwald, Wiesner, Nakajima, SosicFL (later Floco), version 1, 2024, "
+    "https://arxiv.org/abs/2403.03333v1",
 }
 """The papers whose numbers are here."""
 
@@ -263,7 +266,7 @@ def load_published(experiment: str) -> tuple[PublishedNumber, ...]:
     if not rows:
         known = {f"{source}/{row['experiment']}" for row in load_table(source)}
         raise ConfigError(describe_unknown("published experiment", experiment, known))
-    return tuple(_translate_row(row) for row in rows)
+    return tuple(map(_translate_row, rows))
 
 
 def find_notes(experiment: str) -> Sequence[str]:

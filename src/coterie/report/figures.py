@@ -250,7 +250,7 @@ def _name_by_setting(runs: Sequence[StoredRun], setting: str) -> list[tuple[str,
     if all(isinstance(value, int | float) for value, _ in found):
         found.sort(key=lambda one: one[0])
     names = name_runs([(run, [str(value)]) for value, run in found], [setting])
-    return [
-        (f"{label}{rest}, {format_value(called, value)}", run)
-        for (label, rest), (value, run) in zip(names, found, strict=True)
-    ]
+    named = []
+    for (label, rest), (value, run) in zip(names, found, strict=True):
+        named.append((f"{label}{rest}, {format_value(called, value)}", run))
+    return named

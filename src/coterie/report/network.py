@@ -45,8 +45,8 @@ def render_network(found: Mapping[str, Any]) -> str:
     state = str(found["state"])
     text = (
         f"{escape(str(found['node']))} in run {escape(str(found['run']))}: {escape(state)}, "
-        f"round {int(found['round'])}; {here} of {len(members) - 1} other members are here. Version "
-        f"{int(found['roster'])} of the roster. As of {when}."
+        f"round {int(found['round'])}; {here} of {len(members) - 1} other members are here. "
+        f"Version {int(found['roster'])} of the roster. As of {when}."
     )
     waits = ""
     if state == "waiting":
@@ -78,9 +78,8 @@ def _render_member(one: Mapping[str, Any], own: str) -> str:
         seconds = f"{float(one['seconds']):.2g} s"
     if one["slow"]:
         seconds += ' <span class="worse">slow</span>'
-    refused = ", ".join(
-        f"{int(times)} {escape(str(why))}" for why, times in sorted(one["refused"].items())
-    )
+    counts = sorted(one["refused"].items())
+    refused = ", ".join(f"{int(times)} {escape(str(why))}" for why, times in counts)
     days = "–"
     if one["days"] is not None:
         left = int(one["days"])

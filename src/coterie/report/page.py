@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from coterie._util.files import check_replaceable, prepare_file, write_atomically
+from coterie._util.mappings import drop_keys
 from coterie._util.names import format_clients, shorten_text
 from coterie.functional.metrics import EPSILON, Metric
 from coterie.report.data import build_empty_payload, build_payload
@@ -36,8 +37,10 @@ from coterie.results.tables import STAR
 SHARE = Metric("lost", unit="%", scale=100.0, digits=2)
 BEGINNING = b"<!doctype html>"
 """Of every page; a file that begins otherwise is never replaced by one."""
+# More rows than a page shows at once; the chart of clients has all of them.
 MOST_NAMED = 12
 """Clients with names of which a table shows each."""
+# One script on the page, in this order: `core` has what the others use, `main` starts them.
 SCRIPTS = (
     "core.js",
     "pairs.js",
@@ -76,6 +79,7 @@ def write_report_with_notes(
     The arguments are those of `write_report`.
     """
     path = Path(out) if out is not None else Path(study) / "report.html"
+    # Before the runs are read, which may take a while.
     check_replaceable(path, BEGINNING)
     runs, problems = load_runs([study])
     prepare_file(path)
@@ -103,6 +107,7 @@ def render_page(data: Mapping[str, Any], first: str, *, connect: str = "'none'")
     slots = {
         "title": escape(str(data["study"])),
         "subtitle": escape(format_subtitle(data)),
+        # The page's own policy: opened from a disk it connects to nothing.
         "connect": connect,
         "style": load_asset("report.css"),
         "overview": first,
@@ -110,8 +115,9 @@ def render_page(data: Mapping[str, Any], first: str, *, connect: str = "'none'")
         "hold every value. "
         "Charts: Apache ECharts (Apache License 2.0).",
         "data": encode_for_script(data),
+        # In the page itself, which must open without a network.
         "library": load_asset("vendor/echarts.min.js"),
-        "script": "\n".join(load_asset(name) for name in SCRIPTS),
+        "script": "\n".join(map(load_asset, SCRIPTS)),
     }
     return fill_template("report.html", slots)
 
@@ -213,6 +219,7 @@ def render_client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metr
     few_named = 0 < len(names) <= MOST_NAMED and all(names)
     if not few_named or data["clusters"] or metric.over == "run":
         return ""
+    # Of the seeds that the table above has: both tables are of the same runs.
     chosen = [run for run in runs if run.is_finished and run.seed in data["results"]["seeds"]]
     body = []
     for label, group in group_by_label(chosen).items():
@@ -330,7 +337,7 @@ def _format_value(value: object) -> str:
 
 
 def _describe_shift(shift: Mapping[str, Any]) -> str:
-    rest = {key: value for key, value in shift.items() if key != "kind"}
+    rest = drop_keys(shift, {"kind"})
     if not rest:
         return str(shift.get("kind", ""))
     return f"{shift.get('kind', 'shift')}: {_format_settings(rest)}"
@@ -424,6 +431,7 @@ def _render_mean(row: Mapping[str, Any] | None, metric: Metric, leading: Sequenc
     if row["label"] in leading and len(leading) > 1:
         title = "cannot be distinguished from the best of its column"
         text += f'<abbr title="{title}">{STAR}</abbr>'
+    # Bold alone where it stands alone: of several that are tied none is best.
     return render_cell(row["mean"], text, "best" if leading == [row["label"]] else "")
 
 

@@ -15,6 +15,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, StrMethodFormatter
 
+from coterie._util.mappings import map_values
 from coterie._util.names import format_client, shorten_text
 from coterie.errors import ConfigError, DataError
 from coterie.functional.metrics import DIVERGED, LABEL, Metric
@@ -166,7 +167,7 @@ def draw_heatmaps(runs: NamedRuns) -> DrawnFigure:
     if not groups:
         raise DataError("no method here reads other clients; there is nothing to show in a heatmap")
     # All panels share one color scale.
-    counts = {name: _sum_reads(group) for name, group in groups.items()}
+    counts = map_values(_sum_reads, groups)
     most = max(int(count.max()) for count in counts.values())
     figure, panels = make_panels(len(groups))
     # A square root: a few frequent pairs would hide all others on a linear scale.
@@ -275,9 +276,7 @@ def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFi
         # Mean over seeds, client by client; NaN where a seed lacks the client.
         values = np.mean([series.reindex(ids).to_numpy(float) for series in done], axis=0)
         planted = cluster.reindex(ids).to_numpy()
-        names = load_cluster_names(
-            group[0].folder.parent.parent, (int(c) for c in np.unique(planted))
-        )
+        names = load_cluster_names(group[0].folder.parent.parent, map(int, np.unique(planted)))
         for number, c in enumerate(sorted(names)):
             mine = planted == c
             # Multiples of the golden ratio spread points evenly and the same in every drawing.
@@ -388,7 +387,7 @@ def draw_label_bars(runs: NamedRuns) -> DrawnFigure:
     rows = []
     for axes, (name, (run, found)) in zip(panels, last_labels.items(), strict=True):
         columns, content = count_cluster_content(run, "cluster")
-        found_clusters = [int(g) for g in np.unique(found[np.isfinite(found)])]
+        found_clusters = list(map(int, np.unique(found[np.isfinite(found)])))
         bottom = np.zeros(len(found_clusters))
         for number, column in enumerate(columns):
             # Above 8 clusters the palette would repeat: matplotlib's has 10.
@@ -458,9 +457,9 @@ def count_cluster_content(run: StoredRun, by: str) -> tuple[list[str], np.ndarra
             raise DataError(
                 f"{path} does not have the classes of each client; run the study again to write it"
             )
-        return [str(name) for name in stored["classes"]], np.array(stored["labels"])
+        return list(map(str, stored["classes"])), np.array(stored["labels"])
     cluster = run.client_clusters.to_numpy()
-    names = load_cluster_names(study, (int(c) for c in np.unique(cluster)))
+    names = load_cluster_names(study, map(int, np.unique(cluster)))
     # One column for each cluster, 1 where the client is in it.
     return list(names.values()), (cluster[:, None] == np.array(list(names))).astype(int)
 
@@ -685,7 +684,7 @@ def draw_setting_lines(
     axes: Axes, table: pd.DataFrame, setting: str, metric: Metric, order: Sequence[str] = (),
     name: str = "",
 ) -> None:  # fmt: skip
-    """Draw a line for each method against a setting with its intervals, styled by its place in `order`."""
+    """Draw a line for each method against a setting with its intervals, styled as in `order`."""
     methods = list(dict.fromkeys(table["method"]))
     for method in methods:
         place = (order or methods).index(method)
@@ -713,7 +712,7 @@ def _draw_grid(axes: Axes, table: pd.DataFrame, called: Mapping[str, str], metri
         index=asked[0], columns=asked[1], values="mean", aggfunc=best, dropna=False
     )
     image = axes.imshow(grid.to_numpy(float), cmap="cividis", aspect="auto", origin="lower")
-    tried = {tuple(point) for point in table[asked].to_numpy().tolist()}
+    tried = set(map(tuple, table[asked].to_numpy().tolist()))
     for down, across in np.argwhere(~np.isfinite(grid.to_numpy(float))):
         if (grid.index[down], grid.columns[across]) in tried:
             axes.text(across, down, "not defined", ha="center", va="center", fontsize=5)
@@ -786,7 +785,7 @@ def _reduce_over_seeds(table: pd.DataFrame, first: str, others: Sequence[str]) -
     grouped = table.groupby([first, *others], sort=True, observed=True)["value"]
     # Not pandas' own mean, which leaves NaN out: a seed that diverged is no seed less.
     reduced = grouped.agg(mean=_mean_over_seeds, std=_std_over_seeds, seeds="size").reset_index()
-    intervals = [compute_mean_interval(row) for row in reduced.to_dict("records")]
+    intervals = list(map(compute_mean_interval, reduced.to_dict("records")))
     for place, name in enumerate(("low", "high")):
         reduced[name] = [math.nan if one is None else one[place] for one in intervals]
     return reduced

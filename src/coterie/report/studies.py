@@ -37,9 +37,9 @@ def write_studies(
     Raises:
         DataError: when a folder holds no run, or one of them is given twice.
     """
-    folders = [Path(folder) for folder in studies]
+    folders = list(map(Path, studies))
     # Two paths may lead to one folder.
-    if len({resolve_path(folder) for folder in folders}) < len(folders):
+    if len(set(map(resolve_path, folders))) < len(folders):
         raise DataError(f"a study was given twice: {', '.join(map(str, folders))}; give each once")
     if out is None:
         # The parents: of a single study the common path would be its own folder.

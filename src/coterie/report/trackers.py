@@ -184,10 +184,9 @@ def export_runs(runs: Sequence[StoredRun], open_writer: Opener) -> int:
         The number of runs written.
     """
     for run in runs:
-        declared = {
-            name: describe_metric(run.known_metrics[name])
-            for name in metrics_to_store(run.known_metrics.values())
-        }
+        declared = {}
+        for name in metrics_to_store(run.known_metrics.values()):
+            declared[name] = describe_metric(run.known_metrics[name])
         config = {**run.config, "metrics": declared} if declared else run.config
         settings = dict(_iterate_flat_settings(config))
         if run.client_names:

@@ -93,7 +93,10 @@ def _compare_tensors(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) 
     for name in {**wanted, **found}:
         one, other = wanted.get(name), found.get(name)
         same = one is not None and other is not None and one.dtype == other.dtype
-        if not same or not torch.equal(one.nan_to_num(), other.nan_to_num()):  # type: ignore[union-attr]
+        if not same or not torch.equal(
+            one.nan_to_num(),  # type: ignore[union-attr]
+            other.nan_to_num(),  # type: ignore[union-attr]
+        ):
             raise TranslationError(
                 f"the exported file is another model than that of the run: its tensor {name!r} is "
                 "not the run's; it is not kept"

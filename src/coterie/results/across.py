@@ -2,9 +2,10 @@
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
+from coterie._util.mappings import drop_keys
 from coterie.functional.metrics import Metric
 from coterie.results import pairs
 from coterie.results.pairs import Pair
@@ -78,7 +79,9 @@ def compare_across(
     if all(any((run.metrics["metric"] == name).any() for run in group) for group in groups):
         ignored = (*ignored, "metrics", "extra_metrics")
     differences = _list_differences(groups[0][0].config, groups[1][0].config, ignored)
-    own_settings = {key for group in groups for run in group for key in run.method_settings}
+    own_settings = set()
+    for run in chain.from_iterable(groups):
+        own_settings |= set(run.method_settings)
     own_settings -= {"kind", "label", "paper"}
     titles = _name_studies(names, differences, own_settings)
     shared = [label for label in labels[0] if label in labels[1]]
@@ -125,12 +128,14 @@ def compare_across(
 
 def correct_together(found: Sequence[CrossComparison]) -> list[CrossComparison]:
     """Correct for the pairs of all comparisons, which are read as one."""
-    corrected = iter(pairs.correct_p_values([pair for one in found for pair in one.pairs]))
+    # Corrected together: all of them are asked in one comparison.
+    asked = list(chain.from_iterable(one.pairs for one in found))
+    corrected = iter(pairs.correct_p_values(asked))
     return [replace(one, pairs=list(islice(corrected, len(one.pairs)))) for one in found]
 
 
 def _find_obstacle(names: tuple[str, str], groups: Sequence[Sequence[StoredRun]]) -> str:
-    """Describe why the runs of two studies cannot be paired by seed and client; "" where they can."""
+    """Describe why runs of two studies cannot be paired by seed and client; "" where they can."""
     head = f"{names[0]} and {names[1]} cannot be paired: "
     if not groups[0] or not groups[1]:
         return head + "they have no seed in common that all their methods have finished."
@@ -176,7 +181,7 @@ def describe_clients(cluster: str) -> str:
 def _find_method(runs: Sequence[StoredRun], label: str) -> dict[str, Any]:
     """Return the settings of a method of a study, but for its name in it."""
     found = next(run.method_settings for run in runs if run.label == label)
-    return {key: value for key, value in found.items() if key not in ("label", "paper")}
+    return drop_keys(found, ("label", "paper"))
 
 
 def _rename_run(run: StoredRun, label: str) -> StoredRun:
@@ -229,7 +234,7 @@ def _name_studies(
 
 
 def _name_methods(names: tuple[str, str], differences: Sequence[_Difference]) -> tuple[str, str]:
-    """Name two methods of one label by a few settings in which they differ, else by their studies."""
+    """Name two methods of one label by a few settings that differ, else by their studies."""
     # A setting that one of them lacks is that of its study, which the method does not say.
     lacking = any(None in (a, b) for _, a, b in differences)
     if lacking or not 0 < len(differences) <= _MOST_DIFFERENCES:

@@ -38,8 +38,9 @@ def compute_client_rows(
 
     Returns:
         Rows as those of a summary, over the same seeds: `method` (the kind), `label`, `client` (the
-        id), `cluster` (its name, with the id where several look alike, or else "client 7"), `metric`, `mean` and `std` over seeds, and
-        `seeds`. The mean is None where the client has no finite value with some seed.
+        id), `cluster` (its name, with the id where several look alike, or else "client 7"),
+        `metric`, `mean` and `std` over seeds, and `seeds`. The mean is None where the client has no
+        finite value with some seed.
     """
     chosen = select_compared_runs(runs, problems)
     if not chosen:
@@ -51,7 +52,10 @@ def compute_client_rows(
         # Clients x seeds; a client that is missing in a run has NaN there.
         values = pd.concat([run.final_values(metric) for run in group], axis=1).sort_index()
         tables[label] = group, values
-    ids = sorted({int(client) for _, values in tables.values() for client in values.index})
+    known = set()
+    for _, values in tables.values():
+        known |= set(map(int, values.index))
+    ids = sorted(known)
     shown = distinguish_clients(names, ids)
     rows = []
     for label, (group, table) in tables.items():

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from coterie._util.mappings import drop_keys, map_values
 from coterie.errors import DataError
 
 ALIKE = 0.01
 """Two methods spend the same where they are apart by no more than this share of the larger."""
 TRAINED = "trained_rounds"
-"""The rounds of a trial of tuning with a budget: a share of the method's, not a setting that was tried."""
+"""The rounds of a trial of tuning with a budget: a share of the method's, which nobody tried."""
 MOST_BYTES = 64_000_000
 """The largest file with the trials of a tuning: it is read whole, and a wrong file may be huge."""
 
@@ -43,11 +44,9 @@ def count_tried_settings(path: str | Path) -> dict[str, int]:
         if not isinstance(one, dict) or "label" not in one:
             raise DataError(wrong)
         # What is left of a trial is the setting; each seed tried it once.
-        point = {
-            key: one[key] for key in one.keys() - {"label", "seed", "metric", "value", TRAINED}
-        }
+        point = drop_keys(one, {"label", "seed", "metric", "value", TRAINED})
         points.setdefault(str(one["label"]), set()).add(json.dumps(point, sort_keys=True))
-    return {label: len(found) for label, found in points.items()}
+    return map_values(len, points)
 
 
 def describe_unequal_conditions(

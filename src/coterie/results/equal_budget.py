@@ -107,7 +107,7 @@ class EqualBudget:
 
     def describe_coverage(self) -> list[str]:
         """Describe the runs that are not in the ranking, and why it is not on test data."""
-        rows = [asdict(row) for row in self.rows]
+        rows = list(map(asdict, self.rows))
         content = {"rows": rows, "seeds": self.seeds, "left_out": self.left_out}
         lines = coverage.describe_coverage(content)
         return [*lines, self.caveat] if self.caveat else lines
@@ -182,14 +182,15 @@ def rank_runs(
         )
         rows.append(row)
         # Of a method that has not been measured by then there is nothing to pair.
-        if all(len(one) for one in found):
+        if all(map(len, found)):
             values[label] = {run.seed: one for run, one in zip(group, found, strict=True)}
     sign = metrics.REGISTRY[metric].sign
     # NaN last, then the best first.
     rows.sort(key=lambda row: (math.isnan(row.value), -sign * row.value))
     model: Model = "current"
     if tested:
-        uses_best = {_uses_best_models(run) for run in chosen}
+        uses_best = set(map(_uses_best_models, chosen))
+        # Methods may set `evaluate` for themselves.
         if len(uses_best) > 1:
             model = "either"
         elif uses_best == {True}:
@@ -273,6 +274,7 @@ def _pivot_metric(run: StoredRun, split: str, metric: str) -> pd.DataFrame:
 
 def _has_round_tests(run: StoredRun, metric: str) -> bool:
     """Whether models were tested during the run, not only at its end."""
+    # One entry is that of the end, which every run has.
     return len(_pivot_metric(run, "test", metric)) > 1
 
 

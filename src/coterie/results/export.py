@@ -15,6 +15,7 @@ from torch import Tensor
 
 from coterie._util import extras
 from coterie._util.files import prepare_file, replace_atomically, show_path
+from coterie._util.mappings import map_values
 from coterie.errors import ConfigError, ModelError, RunExistsError
 from coterie.models.outputs import OutputConversion
 from coterie.results._exported import check_exported
@@ -90,8 +91,8 @@ def export_model(
     Raises:
         TranslationError: when the file is another model than that of the run.
         RunExistsError: when the file exists and `force` is not set.
-        ConfigError: when ONNX is asked for an adapter, the client or the model does not exist, or packages that ONNX needs are
-            missing.
+        ConfigError: when ONNX is asked for an adapter, the client or the model does not exist, or
+            packages that ONNX needs are missing.
         ModelError: when the module is needed and was not stored, or ONNX cannot express it.
     """
     path, format = Path(path), choose_format(path, format)
@@ -114,7 +115,7 @@ def export_model(
         )
     description = describe_model(models, client, which, study)
     # Metadata of safetensors and ONNX are text alone.
-    known = {name: _to_text(value) for name, value in description.items()}
+    known = map_values(_to_text, description)
     program = _build_onnx_program(models, client, which) if format == "onnx" else None
     if program is not None:
         for name, value in known.items():
@@ -129,6 +130,7 @@ def export_model(
             torch.save(tensors, temporary)
         else:
             save_file(tensors, temporary, metadata={"format": "pt", **known})
+        # Before it has its name: a file that does not compute what the run did never appears.
         check_exported(models, client, which, tensors, temporary, format, samples)
     return path
 
@@ -154,7 +156,7 @@ def export_frozen(
             "--force"
         )
     prepare_file(path)
-    tensors = {name: tensor.clone() for name, tensor in models.fixed.items()}
+    tensors = map_values(Tensor.clone, models.fixed)
     with replace_atomically(path) as temporary:
         if format == "pt":
             torch.save(tensors, temporary)
@@ -200,7 +202,7 @@ def describe_model(
         "features": inputs.features,
         "feature_names": inputs.names,
         "normalization": normalization,
-        "parts": [asdict(part) for part in inputs.parts],
+        "parts": list(map(asdict, inputs.parts)),
         "columns": preparation,
         "fill": _to_list(fitted and fitted.fill),
         "subtract": _to_list(fitted and fitted.center),
@@ -259,6 +261,8 @@ def _build_onnx_program(models: Models, client: int | str, which: Which) -> torc
                 module,
                 args,
                 kwargs=named,
+                # The exporter of newer PyTorch: the older one records the one path that its example
+                # takes.
                 dynamo=True,
                 dynamic_shapes=shapes,
                 input_names=[*names, *named],

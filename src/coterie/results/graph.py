@@ -16,6 +16,7 @@ import pandas as pd
 from jaxtyping import Float, Int, Num
 from scipy import sparse
 
+from coterie._util.mappings import number_items
 from coterie.errors import DataError, require
 
 MOST_COMMUNITIES = 20
@@ -70,9 +71,8 @@ def _select_peer_reads(
     edges: pd.DataFrame,
 ) -> tuple[Int[np.ndarray, " edges"], Int[np.ndarray, " edges"], Int[np.ndarray, " edges"]]:
     """Round, reader and read of every message that arrived from another client."""
-    index, reader, read = (
-        edges[column].to_numpy(np.int64) for column in ("round", "reader", "read")
-    )
+    index, reader = edges["round"].to_numpy(np.int64), edges["reader"].to_numpy(np.int64)
+    read = edges["read"].to_numpy(np.int64)
     # A message to oneself and one that did not arrive brought no model.
     others = (reader != read) & (edges["purpose"] != "missing").to_numpy(bool)
     return index[others], reader[others], read[others]
@@ -148,10 +148,9 @@ def rounds_to_discovery(
     others = np.bincount(truth - truth.min())[truth - truth.min()][client] - 1
     chance, best = pulls * others / (len(truth) - 1), np.minimum(pulls, others)
     # Prefix sums: the sum over a window is a difference of two entries.
-    reached, needed = (
-        np.concatenate([[0.0], values.cumsum()])
-        for values in (right - chance, share * (best - chance))
-    )
+    # With a zero before them, a difference of two entries is a sum over the rounds between.
+    reached = np.concatenate([[0.0], (right - chance).cumsum()])
+    needed = np.concatenate([[0.0], (share * (best - chance)).cumsum()])
     first = np.concatenate([np.searchsorted(client, np.arange(len(truth))), [len(client)]])
     for who in np.unique(client):
         mine = slice(first[who], first[who + 1] + 1)
@@ -222,7 +221,7 @@ def find_communities(
         if worse == PATIENCE:
             break
     # Numbers by first appearance do not depend on how k-means numbers its groups.
-    appearance = {label: place for place, label in enumerate(dict.fromkeys(best.tolist()))}
+    appearance = number_items(dict.fromkeys(best.tolist()))
     return np.array([appearance[label] for label in best.tolist()], dtype=np.int64)
 
 

@@ -29,7 +29,7 @@ from coterie.methods import METHODS
 
 SIGNIFICANCE_LEVEL = round(1 - CONFIDENCE, 10)
 REFERENCES = {"truth": "knows the clusters", "pool": "has everybody's data in one place"}
-"""What a method may need that no client has (`Method.needs`); methods that need it are not ranked."""
+"""What a method may need that no client has (`Method.needs`); such methods are not ranked."""
 
 
 @dataclass(frozen=True)
@@ -211,9 +211,10 @@ def _compare_with_each(
         return parts
     # Mean of the clusters' means; shares and counts are those of everybody.
     over_clusters = parts[0][:, :-1].mean(1), parts[1][:, -1], parts[2][:, -1]
-    return tuple(
-        np.column_stack([part, last]) for part, last in zip(parts, over_clusters, strict=True)
-    )
+    joined = []
+    for part, last in zip(parts, over_clusters, strict=True):
+        joined.append(np.column_stack([part, last]))
+    return tuple(joined)
 
 
 def _build_pair(
@@ -329,7 +330,7 @@ def _widen_interval(pair: Pair, overlap: float) -> Pair:
 
 def pairs_to_json(pairs: Iterable[Pair]) -> list[dict[str, Any]]:
     """Return plain values, for summary.json."""
-    return [asdict(pair) for pair in pairs]
+    return list(map(asdict, pairs))
 
 
 def parse_pairs(content: Mapping[str, Any]) -> list[Pair]:

@@ -120,7 +120,7 @@ def group_by_study(
     for problem in problems:
         groups.setdefault(problem.folder.parent.parent, ([], []))[1].append(problem)
     for study, (own, broken) in groups.items():
-        requested = _select_requested(study, [Path(folder) for folder in folders])
+        requested = _select_requested(study, list(map(Path, folders)))
         content = {"study": own[0].study_name if own else study.name}
         yield own, broken, content | summarize_coverage(own, broken, *requested)
 

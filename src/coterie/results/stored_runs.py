@@ -96,10 +96,9 @@ class StoredRun:
     @cached_property
     def client_names(self) -> dict[int, str]:
         """The name of each client that has one, by its id."""
-        return {
-            int(client): str(name)
-            for client, name in (self.provenance.get("client_names") or {}).items()
-        }
+        stored = self.provenance.get("client_names") or {}
+        # Keys of JSON are text.
+        return {int(client): str(name) for client, name in stored.items()}
 
     @cached_property
     def client_clusters(self) -> pd.Series:
@@ -519,7 +518,11 @@ def load_study_text(folder: Path, name: str) -> str:
 def load_cluster_names(folder: str | Path, clusters: Iterable[int]) -> dict[int, str]:
     """Load the name of each planted cluster of a study; without one, its number."""
     known = load_federation_description(folder).get("clusters", [])
-    return {c: str(known[c]) if 0 <= c < len(known) else str(c) for c in sorted(set(clusters))}
+    names = {}
+    for cluster in sorted(set(clusters)):
+        has_name = 0 <= cluster < len(known)
+        names[cluster] = str(known[cluster]) if has_name else str(cluster)
+    return names
 
 
 def merge_client_names(runs: Iterable[StoredRun]) -> dict[int, str]:

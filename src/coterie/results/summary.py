@@ -4,6 +4,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from coterie.runtime.final_metrics import find_diverged
 from coterie.runtime.settings import Settings
 
 SUMMARY = "summary.json"
+# A process that died in the middle holds no claim, so that this is for one that still writes.
 STUDY_WAIT = 60.0
 """Seconds to wait for another process that writes files of the study, which takes milliseconds."""
 MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
@@ -110,6 +112,7 @@ def summarize_runs(
         content["metrics"] = declared
     if joined := summarize_new_clients(chosen):
         content["new_clients"] = joined
+    # The smallest: it says how far these runs are from those of the study at most.
     if scales := {float(run.config.get("scale", 1.0)) for run in runs} - {1.0}:
         content["scale"] = min(scales)
     return content
@@ -132,7 +135,8 @@ def _build_rows(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[dic
 
 def _list_result_metrics(runs: Sequence[StoredRun]) -> list[str]:
     """List the metrics of the results of some runs, each once."""
-    return list(dict.fromkeys(name for run in runs for name in run.result_metrics))
+    # Each once, in the order of the first run that has it.
+    return list(dict.fromkeys(chain.from_iterable(run.result_metrics for run in runs)))
 
 
 def _list_timing(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
@@ -191,7 +195,7 @@ def join_clusters(runs: Sequence[StoredRun]) -> dict[int, pd.Series]:
 
 
 def forget_clusters(planted: Mapping[int, pd.Series]) -> dict[int, pd.Series]:
-    """Return the same clients in no cluster, so that methods are compared over all of them alone."""
+    """Return the same clients in no cluster, so that methods are compared over all of them."""
     return {seed: clusters * 0 - 1 for seed, clusters in planted.items()}
 
 
@@ -242,7 +246,7 @@ def replace_nonfinite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): replace_nonfinite(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [replace_nonfinite(entry) for entry in value]
+        return list(map(replace_nonfinite, value))
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -310,6 +314,7 @@ def compute_spending(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
         row["client_rounds"] = float(np.mean(trained))
         ends = [run.elapsed_seconds for run in group]
         known = [float(one[-1]) for one in ends if one is not None]
+        # All runs or none: a mean over the runs with times would be of other seeds than the rest.
         if len(known) == len(group):
             row["seconds"] = float(np.mean(known))
         rows.append(row)
@@ -360,6 +365,7 @@ def compute_time_to_accuracy(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
         row |= {"seeds": len(entries), "reached": sum(map(math.isfinite, times))}
         row["tta"] = _mean_reached(times)
         timed = in_seconds.get((label, name, metric), [])
+        # As above: rounds and seconds are of the same seeds.
         if len(timed) == len(entries):
             ratios, times, _ = zip(*timed, strict=True)
             row["seconds_ratio"] = float(np.mean(ratios))
@@ -463,6 +469,7 @@ def _put_on_time(
     ends = run.elapsed_seconds
     if ends is None:
         return None
+    # Round -1 is the warm-up, at whose end time begins.
     return [float(ends[round]) if round >= 0 else 0.0 for round in curve[0]], curve[1]
 
 

@@ -91,6 +91,7 @@ def format_latex(table: TextTable) -> str:
         lines.append(" & ".join(cells) + r" \\")
     lines += [r"\bottomrule", r"\end{tabular}"]
     if table.foot:
+        # In a comment, since a journal's own style decides how a table has notes.
         lines.append(f"% {' '.join(table.foot.split())}")
     return "\n".join(lines) + "\n"
 
@@ -183,6 +184,7 @@ def build_pairs_table(pairs: Sequence[Pair], metric: Metric, split: str = "test"
             strong.add((i, 1))
     seeds = max((pair.seeds for pair in pairs), default=0)
     number = f"{seeds} seeds" if seeds > 1 else "one seed"
+    # With one seed no pair has a p value, and nothing is corrected.
     tested = sum(pair.p is not None for pair in pairs)
     foot = ""
     if tested:
@@ -207,4 +209,5 @@ def format_p_value(p: float | None) -> str:
     """
     if p is None:
         return "–"
+    # Three digits: smaller values say no more than that the difference is hardly chance.
     return "<0.001" if p < 0.001 else f"{p:.3f}"

@@ -1,4 +1,4 @@
-"""Studies that differ in a setting, such as the points of a sweep, as one table: methods by values."""
+"""Studies that differ in a setting, such as points of a sweep, as one table: methods by values."""
 
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -52,8 +52,8 @@ def tabulate_setting(
     """
     if "," in setting:
         raise DataError(
-            f"--setting {setting}: a table has one setting in its columns; give one of them, and the "
-            "others of a grid stand with the names of the methods"
+            f"--setting {setting}: a table has one setting in its columns; give one of them, and "
+            "the others of a grid stand with the names of the methods"
         )
     setting, called = split_setting(setting)
     runs, problems = load_runs(folders)
@@ -71,6 +71,7 @@ def tabulate_setting(
     found: list[tuple[Any, Path, dict[str, Any]]] = []
     compared: list[tuple[str, Path, Pair]] = []
     for folder, content in contents.items():
+        # Seeds that all points have: means over other seeds would differ by them, too.
         if list(content["seeds"]) != seeds:
             content = summarize_study(folder, seeds)
         values = studies[folder]
@@ -81,6 +82,7 @@ def tabulate_setting(
                 found.append((value, folder, {**row, "label": label, "cluster": place}))
         for pair in pairs.parse_pairs(content):
             a, b = values.get(pair.method_a), values.get(pair.method_b)
+            # Only methods at the same value: a column of the table has one.
             if pair.cluster == cluster and a is not None and a == b:
                 names = [strip_settings(one, [setting]) for one in (pair.method_a, pair.method_b)]
                 pair = replace(pair, method_a=names[0], method_b=names[1])
@@ -99,23 +101,20 @@ def tabulate_setting(
     rows = [{**row, "label": row["label"] + rest[folder]} for _, folder, row in found]
     if len({row["cluster"] for row in rows}) < 2:
         raise DataError(
-            f"the finished runs here do not vary {setting}; give the folders of all points of a sweep"
+            f"the finished runs here do not vary {setting}; give the folders of all points of a "
+            "sweep"
         )
     known = REGISTRY
     for content in contents.values():
         known = known.add_stored(content.get("metrics") or {})
     name = metric or known.choose_main(row["metric"] for row in rows)
     own = [one for one in compared if one[2].metric == name]
+    # Corrected again for all pairs of the table, which is read as a whole.
     corrected = pairs.select_pairs([pair for *_, pair in own], metric=name, cluster=cluster)
-    placed = [
-        replace(
-            pair,
-            method_a=pair.method_a + rest[folder],
-            method_b=pair.method_b + rest[folder],
-            cluster=place,
-        )
-        for (place, folder, _), pair in zip(own, corrected, strict=True)
-    ]
+    placed = []
+    for (place, folder, _), pair in zip(own, corrected, strict=True):
+        a, b = pair.method_a + rest[folder], pair.method_b + rest[folder]
+        placed.append(replace(pair, method_a=a, method_b=b, cluster=place))
     return VariedResults(setting, known[name], rows, placed, notes)
 
 

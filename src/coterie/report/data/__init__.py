@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from coterie._util.files import resolve_path
+from coterie._util.mappings import drop_keys
 from coterie.functional.metrics import Metrics
 from coterie.report.data.cost import COUNTED_METRICS, compute_costs
 from coterie.report.data.curves import build_client_data, build_curves
@@ -22,7 +23,7 @@ from coterie.report.data.packing import sample_clients
 from coterie.report.data.reads import build_labels, build_reads
 from coterie.results import pairs, tables
 from coterie.results.coverage import describe_coverage, describe_skipped_rounds
-from coterie.results.equal_budget import rank_runs
+from coterie.results.equal_budget import EqualBudget, rank_runs
 from coterie.results.gains import compute_gains
 from coterie.results.pairs import Pair
 from coterie.results.selection import select_charted_runs
@@ -75,7 +76,7 @@ def build_payload(
     groups = group_by_label(runs)
     alike = _select_alike_runs(groups, select_charted_runs(runs, problems))
     client_names = merge_client_names(runs)
-    called = [client_names.get(client) for client in range(population)]
+    called = list(map(client_names.get, range(population)))
     results = summarize_runs(runs, folder, problems)
     rankings = [rank_runs(runs, problems, folder, whole=results)]
     if all(run.elapsed_seconds is not None for run in runs):
@@ -86,7 +87,7 @@ def build_payload(
             results[part] = [row for row in results[part] if row["cluster"] == "all"]
     compared = _build_pairs(results, collect_metrics(runs), metric)
     # The page has the pairs once, under their own key.
-    results = {name: value for name, value in results.items() if name not in ("pairs", "about")}
+    results = drop_keys(results, ("pairs", "about"))
     description = None
     if (home / FEDERATION).is_file():
         content = json.loads((home / FEDERATION).read_text("utf-8"))
@@ -111,16 +112,8 @@ def build_payload(
             "reads": build_reads(alike, cluster),
             "labels": build_labels(alike, cluster),
             "cost": compute_costs(alike, metric),
-            "equal": [
-                {
-                    **asdict(ranking),
-                    "heading": ranking.heading,
-                    "caveat": ranking.caveat,
-                    "verdicts": ranking.verdicts,
-                }
-                for ranking in rankings
-            ],
-            "provenance": [_describe_provenance(run) for run in runs],
+            "equal": list(map(_describe_ranking, rankings)),
+            "provenance": list(map(_describe_provenance, runs)),
             "clients": build_client_data(alike, metric, cluster),
             "data": description,
             "command": f"coterie run {place} --out again",
@@ -139,6 +132,7 @@ def _select_alike_runs(
     truth = next(iter(groups.values()))[0].client_clusters
     alike: dict[str, list[StoredRun]] = {label: [] for label in groups}
     for run in drawn:
+        # Curves by cluster of runs with other clusters would be means over other clients.
         if run.client_clusters.equals(truth):
             alike[run.label].append(run)
     return alike
@@ -196,7 +190,7 @@ def _reduce_description(description: dict[str, Any], cluster: np.ndarray) -> dic
 
     The labels of each planted cluster are added up in `sums`, with the number of their clients.
     """
-    description = {name: value for name, value in description.items() if name != "client_names"}
+    description = drop_keys(description, {"client_names"})
     chosen = sample_clients(cluster)
     # Short descriptions, and older ones without labels, stay whole.
     if len(chosen) == len(cluster) or len(description.get("labels", [])) != len(cluster):
@@ -231,13 +225,25 @@ def _describe_method(label: str, group: Sequence[StoredRun]) -> dict[str, Any]:
 def _describe_metrics(runs: Sequence[StoredRun]) -> dict[str, dict[str, Any]]:
     """Describe the metrics of some runs, by name: what the page needs to show them."""
     known, out = collect_metrics(runs), {}
-    names = dict.fromkeys(str(name) for run in runs for name in run.metrics["metric"].unique())
+    names = {}
+    for run in runs:
+        names |= dict.fromkeys(map(str, run.metrics["metric"].unique()))
     for name in [*names, *COUNTED_METRICS]:
         out[name] = {**known[name].to_record(), "heading": known[name].heading()}
     return out
 
 
+def _describe_ranking(ranking: EqualBudget) -> dict[str, Any]:
+    # Properties too, which `asdict` leaves out: pages print them as they are.
+    return {
+        **asdict(ranking),
+        "heading": ranking.heading,
+        "caveat": ranking.caveat,
+        "verdicts": ranking.verdicts,
+    }
+
+
 def _describe_provenance(run: StoredRun) -> dict[str, Any]:
     # The page has the names of clients once.
-    stored = {name: value for name, value in run.provenance.items() if name != "client_names"}
+    stored = drop_keys(run.provenance, {"client_names"})
     return {"label": run.label, "seed": run.seed, "stored": stored}
