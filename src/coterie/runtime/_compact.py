@@ -14,6 +14,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from coterie._util import pages
+from coterie._util.mappings import map_values
 
 MIN_BYTES = 1 << 20
 """Tables smaller than this number of bytes are stored unchanged."""
@@ -60,7 +61,7 @@ def pack_table(
     if sum(values.nbytes for values in out.values()) > _MAX_SHARE * table.nbytes:
         return whole, None
     header = {"shape": list(table.shape), "dtype": str(table.dtype).removeprefix("torch.")}
-    return {key: torch.from_numpy(values) for key, values in out.items()}, header
+    return map_values(torch.from_numpy, out), header
 
 
 def unpack_table(

@@ -134,8 +134,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     # Views and tied weights share memory, which safetensors refuses.
-    plain = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
+    plain = {}
+    for name, tensor in tensors.items():
+        plain[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     save_file(plain, path)

@@ -19,6 +19,7 @@ from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
 from coterie._util.importing import import_object
+from coterie._util.mappings import prefix_keys
 from coterie.data.federation import Federation
 from coterie.data.rows import read_inputs
 from coterie.data.source import is_images
@@ -185,10 +186,10 @@ class PlainModule:
                 for name, one in now.items():
                     one.copy_(kept[name])
         self.moved &= {name for name, _ in self.module.named_parameters()}
-        changed = [
-            name for name, value in _list_plain_attributes(self.module).items()
-            if name not in before or before[name] != value
-        ]  # fmt: skip
+        changed = []
+        for name, value in _list_plain_attributes(self.module).items():
+            if name not in before or before[name] != value:
+                changed.append(name)
         first, second = outputs
         # NaN at the same places says nothing here: the run itself finds what is not finite.
         gap = (first - second).nan_to_num().abs().max() if first.shape == second.shape else 1.0
@@ -198,8 +199,8 @@ class PlainModule:
                 f"the module remembers its last forward pass outside of its parameters and "
                 f"buffers{named}, or draws random numbers that PyTorch does not make (numpy's, "
                 "Python's): with the same weights, samples and seed its output is another when the "
-                "same pass is repeated, and all clients share one module; keep what it remembers in a "
-                "buffer (register_buffer), and draw with torch"
+                "same pass is repeated, and all clients share one module; keep what it remembers "
+                "in a buffer (register_buffer), and draw with torch"
             )
         if not named:
             return ""
@@ -225,14 +226,19 @@ class PlainModule:
             if self.loss.metric not in (None, self.loss.kind):
                 score = self.loss.measure_samples(outputs, y).to(self.dtype)
                 found["score"] = score.sum() / len(y)
-        return {f"evaluation {name}": value for name, value in found.items()}
+        return prefix_keys("evaluation ", found)
+
+    def _copy_buffers(self) -> dict[str, Tensor]:
+        """Return copies of the buffers, from which a pass that was only tried is undone."""
+        return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
     def is_random(self, federation: Federation, x: Tensor, training: bool) -> bool:
         """Return whether outputs depend on a seed."""
         self.module.train(training)
         outputs = []
+        # Two seeds: what does not depend on them, depends on none of them but by an accident.
         for seed in range(2):
-            kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+            kept = self._copy_buffers()
             with self._quiet(seed):
                 outputs.append(self._run(federation, x))
                 for name, buffer in self.module.named_buffers():
@@ -247,7 +253,7 @@ class PlainModule:
         changes most pairs of passes not at all.
         """
         self.module.train()
-        kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        kept = self._copy_buffers()
         with self._quiet():
             before = self._generator_state()
             self._run(federation, x)
@@ -268,7 +274,7 @@ class PlainModule:
         """Return loss, gradients and buffers of one step; `mode` False takes that of evaluation."""
         self.module.train(mode)
         self.module.zero_grad()
-        kept = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        kept = self._copy_buffers()
         with Rng(seed).temporary_torch_seed(PURPOSE, device=self.device):
             loss = self._mean_loss(self._run(federation, x), y)
         loss.backward()
@@ -321,9 +327,9 @@ def prepare_inputs(federation: Federation, x: Tensor, dtype: torch.dtype) -> Ten
     x = x.to(dtype) / 255
     if not federation.mean:
         return x
-    mean, std = (
-        torch.tensor(one, dtype=dtype)[:, None, None] for one in (federation.mean, federation.std)
-    )
+    # One number for each channel, whose axis comes before rows and columns.
+    mean = torch.tensor(federation.mean, dtype=dtype)[:, None, None]
+    std = torch.tensor(federation.std, dtype=dtype)[:, None, None]
     return (x - mean) / std
 
 
@@ -348,8 +354,8 @@ class PlainOptimizer:
     """An optimizer of torch.optim, on the tensors of one model.
 
     Its functions are called, and not its classes, the first of which takes seconds in a fresh
-    process: it loads PyTorch's compiler. An optimizer that is given by its import path is that class
-    itself.
+    process: it loads PyTorch's compiler. An optimizer that is given by its import path is that
+    class itself.
 
     Args:
         local: which optimizer, and its settings.
@@ -362,12 +368,14 @@ class PlainOptimizer:
         self.given = dict(local.optimizer_arguments)
         start = self.given.pop("initial_accumulator_value", 0.0)
         # Up to three tensors of state for each parameter, and the steps taken.
-        self.state = [[torch.full_like(one, start) for one in tensors] for _ in range(3)]
+        self.state = []
+        for _ in range(3):
+            self.state.append([torch.full_like(one, start) for one in tensors])
         self.taken = [torch.tensor(0.0) for _ in tensors]
         self.momenta: list[Tensor | None] = [None for _ in tensors]
         self.own: torch.optim.Optimizer | None = None
         if local.custom_optimizer:
-            parameters = [nn.Parameter(one) for one in tensors]
+            parameters = list(map(nn.Parameter, tensors))
             self.tensors = list(parameters)
             arguments = dict(local.optimizer_arguments)
             for name, value in arguments.items():
@@ -386,6 +394,7 @@ class PlainOptimizer:
             self.own.step()
             return
         kind, (first, second, third) = self.local.optimizer, self.state
+        # foreach=False: one tensor after another, the plainest of PyTorch's ways.
         given = {**self.given, "lr": self.local.lr, "maximize": False, "foreach": False}
         if kind in ("adam", "adamw"):
             given["beta1"], given["beta2"] = given.pop("betas")

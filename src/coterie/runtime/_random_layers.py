@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from coterie._util.mappings import map_values
 from coterie.data.rows import read_inputs
 from coterie.errors import ModelError, TranslationError
 from coterie.runtime._given_data import strip_federation
@@ -29,10 +30,10 @@ def require_repeatable(ours: TrainedSide, rows: Tensor, *, training: bool) -> No
     first, second = (torch.stack([one[name] for one in run(rows)]) for _ in range(2))
     if not torch.allclose(first, second, equal_nan=True):
         raise ModelError(
-            f"the {name} is another when the same pass is repeated: the module draws random numbers "
-            "that PyTorch does not make (numpy's, Python's), or keeps something outside its "
-            "parameters and buffers, so that no seed repeats a run; draw with torch, keep it in a "
-            "buffer, or set check = false"
+            f"the {name} is another when the same pass is repeated: the module draws random "
+            "numbers that PyTorch does not make (numpy's, Python's), or keeps something outside "
+            "its parameters and buffers, so that no seed repeats a run; draw with torch, keep it "
+            "in a buffer, or set check = false"
         )
 
 
@@ -123,7 +124,7 @@ def _summarize(values: Values, toward: Values) -> Values:
             out[f"{name}: some entries"] = flat[:: max(1, len(flat) // _ENTRIES)].double()
         elif name.startswith("buffer"):
             out[name] = value.double().mean()[None]
-    return {name: value.cpu() for name, value in out.items()}
+    return map_values(Tensor.cpu, out)
 
 
 def _find_distant_mean(

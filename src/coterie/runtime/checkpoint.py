@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from coterie._util import manifest, origin
+from coterie._util.mappings import drop_empty, drop_keys, map_values, select_prefix
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError
@@ -53,8 +54,8 @@ _OPTIONAL = (
     "portable",
     "time",
 )
+# Fields of methods that older checkpoints do not have; there they are unset.
 _NEWER_FIELDS = ("aggregation", "selection")
-"""Fields of methods that older checkpoints do not have; there they are unset."""
 
 
 def has_run(folder: Path) -> bool:
@@ -80,7 +81,7 @@ def compute_identity(
         task: the model with the data.
         model: what `own_name` says of the model.
     """
-    kept = {k: v for k, v in settings.to_identity().items() if k not in _NOT_IDENTITY}
+    kept = drop_keys(settings.to_identity(), _NOT_IDENTITY)
     if settings.precision == "full":  # older checkpoints do not have it, nor the next ones
         del kept["precision"]
     if settings.new_clients is None or settings.new_client_others == "frozen":
@@ -89,6 +90,7 @@ def compute_identity(
         del kept["new_clients"], kept["new_client_rounds"]
     kept = {name: value for name, value in kept.items() if name not in _OPTIONAL or value}
     kept["local"] = settings.local.result_settings()
+    # Only then does a longer run take other steps in the rounds that it has done.
     if settings.local.needs_rounds:
         kept["rounds"] = settings.rounds
     own = {k: v for k, v in all_settings(method).items() if v is not None or k not in _NEWER_FIELDS}
@@ -104,6 +106,7 @@ def compute_identity(
     ]
     # Each is "" where there is none.
     what += filter(None, (model, task.layout.frozen_digest, task.model.given_digest))
+    # 64 bits: enough to keep the runs of a folder apart.
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -204,9 +207,9 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, Any]:
     if not has_run(folder):
         return {}
     # Before a checkpoint is chosen, so that the warning names all damaged files.
-    faults = {
-        name: manifest.describe_fault(folder, name) for name in (FILE, METRICS, EDGES, PROVENANCE)
-    }
+    faults = {}
+    for name in (FILE, METRICS, EDGES, PROVENANCE):
+        faults[name] = manifest.describe_fault(folder, name)
     # The previous checkpoint serves where the newest is damaged.
     name, found = _find_newest(folder)
     if found["identity"] != run:
@@ -236,7 +239,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, Any]:
     loop.translation = stored.get("check", {})
 
     def select_tensors(prefix: str) -> dict[str, Tensor]:
-        return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+        return select_prefix(prefix, tensors)
 
     # The loop's first state gives the names, the classes and the devices.
     state = loop.state
@@ -357,10 +360,7 @@ def collect_provenance(loop: "Loop", run: str, timing: dict[str, Any]) -> dict[s
         "seed": loop.rng.seed,
         "round": loop.next_round,
         "config_hash": run,
-        "method": {
-            "kind": loop.method.kind,
-            **{k: str(v) for k, v in all_settings(loop.method).items()},
-        },
+        "method": {"kind": loop.method.kind, **map_values(str, all_settings(loop.method))},
         "server": loop.method.server,
         "needs": sorted(loop.method.needs),
         "timed_against": loop.method.timed_against,
@@ -394,7 +394,7 @@ def collect_provenance(loop: "Loop", run: str, timing: dict[str, Any]) -> dict[s
 
 def _select_given(**entries: Any) -> dict[str, Any]:
     """Return the entries that are not empty: most runs have none of them."""
-    return {name: value for name, value in entries.items() if value}
+    return drop_empty(entries)
 
 
 def _list_tensors(value: Any) -> dict[str, Tensor]:

@@ -201,6 +201,7 @@ class TimeExtension(Extension):
         """
         time = self.settings.virtual_time
         assert time is not None
+        # A round ends when the slowest client of all is done, which one process must know.
         if len(task) < task.population:
             raise ConfigError(
                 "time is set: virtual time needs one process that hosts all clients; leave it out"
@@ -224,6 +225,7 @@ class TimeExtension(Extension):
             traffic = replace(
                 traffic, down=down.double().cpu().numpy(), up=up.double().cpu().numpy()
             )
+        # From the latest end: clients that took no part have waited too.
         end, worked = self.clock.time_round(
             rnd.index,
             int(self.state.elapsed.max()),
@@ -243,6 +245,7 @@ class TimeExtension(Extension):
 
 def make_extensions(method: Method, settings: Settings) -> list[Extension]:
     """Return the extensions that the settings ask for, of a simulation and of nodes alike."""
+    # In this order they wrap a round: who judges messages comes first.
     found: list[Extension] = []
     if (rules := settings.acceptance_rules_for(method)) is not None:
         found.append(AcceptanceExtension(rules))

@@ -96,7 +96,7 @@ def list_diverged_clients(table: pd.DataFrame) -> tuple[int, ...]:
     """
     trained = (table["metric"] == metrics.DIVERGED.name).to_numpy()
     lost = table.loc[trained | find_diverged(table), "client"].unique()
-    return tuple(sorted(int(client) for client in lost))
+    return tuple(sorted(map(int, lost)))
 
 
 def compute_cluster_metrics(
@@ -210,12 +210,12 @@ def average_over_rounds(
     # Round -1 is the warm-up, in which nothing is mixed.
     rounds = table.loc[((table["split"] == "train") & (table["round"] >= 0)).to_numpy()]
     found = {name: rounds.loc[(rounds["metric"] == name).to_numpy()] for name in names}
-    means = {
-        name: pd.Series(rows.groupby("client")["value"].mean())
-        for name, rows in found.items()
-        if len(rows)
-    }
-    return {
-        name: torch.from_numpy(one.reindex(clients).to_numpy(dtype=float).copy())
-        for name, one in means.items()
-    }
+    means = {}
+    for name, rows in found.items():
+        if len(rows):
+            means[name] = pd.Series(rows.groupby("client")["value"].mean())
+    tensors = {}
+    for name, one in means.items():
+        # A copy, since pandas may give memory that must not be written to.
+        tensors[name] = torch.from_numpy(one.reindex(clients).to_numpy(dtype=float).copy())
+    return tensors

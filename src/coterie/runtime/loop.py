@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from coterie._util.mappings import index_by_name
 from coterie._util.names import format_client, format_clients
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
@@ -158,7 +159,7 @@ class Loop:
         self.undefined_reasons: dict[str, str] = {}  # why final metrics are NaN
         self.recorded_metrics = method.report_metrics()  # of what rounds report
         for extension in self.extensions:
-            self.recorded_metrics |= {one.name: one for one in extension.report_metrics()}
+            self.recorded_metrics |= index_by_name(extension.report_metrics())
         self.counted = self.select_counted(task.ids)  # hosted clients that count in results
         self._ever_refused: set[int] = set()
         self.refused: dict[int, str] = {}  # whose messages the server left out of this round
@@ -475,9 +476,9 @@ class Loop:
         kept = {name: value for name, value in info.items() if name in known}
         seen = self.select_counted(ids)
         # A report is NaN for a client that has nothing to report.
-        self.mean_reports = {
-            name: float(value[seen].double().nanmean()) for name, value in kept.items()
-        }
+        self.mean_reports = {}
+        for name, value in kept.items():
+            self.mean_reports[name] = float(value[seen].double().nanmean())
         if kept:
             self.record.add_metrics(index, ids, "train", "current", kept)
         lost = info.get(name := metrics.DIVERGED.name)
@@ -531,10 +532,13 @@ class Loop:
         if not self.validation:
             return {}
         diverged = bool(self.diverged_on_validation.any())
-        return {
-            name: math.nan if diverged else float(value[self.counted].double().nanmean())
-            for name, value in self.validation.items()
-        }
+        # Of a run in which a client diverged there is no mean: one over the others would hide it.
+        if diverged:
+            return dict.fromkeys(self.validation, math.nan)
+        means = {}
+        for name, value in self.validation.items():
+            means[name] = float(value[self.counted].double().nanmean())
+        return means
 
     @property
     def diverged_on_validation(self) -> Bool[Tensor, " clients"]:
@@ -599,7 +603,7 @@ class Loop:
 
     def _note_undefined(self, values: Mapping[str, Tensor]) -> None:
         """Note why clients have no value of a metric, and which clients."""
-        known = {**metrics.REGISTRY, **{one.name: one for one in self.task.evaluator.metrics}}
+        known = {**metrics.REGISTRY, **index_by_name(self.task.evaluator.metrics)}
         for name, value in values.items():
             entry = known[name]
             if entry.undefined and bool(value.isnan().any()):

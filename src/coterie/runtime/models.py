@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from coterie import __version__
 from coterie._util import manifest
 from coterie._util.facts import Described
+from coterie._util.mappings import index_by_name, map_values, select_prefix
 from coterie._util.names import format_client, format_clients
 from coterie._util.settings import to_plain
 from coterie.data.inputs import InputForm
@@ -148,13 +149,14 @@ class SavedModelSpec:
 
         # JSON has lists only, and the specification compares tuples.
         def parse_entries(name: str) -> tuple[TensorEntry, ...]:
-            return tuple(
-                TensorEntry(**{**one, "shape": tuple(one["shape"])}) for one in stored[name]
-            )
+            entries = []
+            for one in stored[name]:
+                entries.append(TensorEntry(**{**one, "shape": tuple(one["shape"])}))
+            return tuple(entries)
 
         kept = {
             **stored,
-            "tensors": {which: tuple(place) for which, place in stored["tensors"].items()},
+            "tensors": map_values(tuple, stored["tensors"]),
             "state": parse_entries("state"),
             "hidden": parse_entries("hidden"),
             "inputs": InputForm.from_json(stored["inputs"]),
@@ -257,6 +259,7 @@ class Models(Described):
         blank, shared = self._blank_modules[rank]
         memory: dict[int, Any] = {}
         for tensor in shared:
+            # A tensor of its own on the same memory: frozen weights are not copied for each client.
             alias = tensor.detach()
             if isinstance(tensor, nn.Parameter):
                 alias = nn.Parameter(alias, requires_grad=tensor.requires_grad)
@@ -438,9 +441,9 @@ class Models(Described):
                 arrays or tensors as in `from_arrays`, or as a federation holds
                 them: images as bytes, which are normalized as in training; a tuple or a table of
                 arrays where an input is several tensors.
-            kind: "outputs" of the module, as losses take them; "probabilities" of classes or labels; or
-                "classes": the most probable, by their names where they have any (of several labels:
-                whether each is, 0 or 1).
+            kind: "outputs" of the module, as losses take them; "probabilities" of classes or
+                labels; or "classes": the most probable, by their names where they have any (of
+                several labels: whether each is, 0 or 1).
             which: which of the client's models, see `model`.
             batch_size: samples at once.
 
@@ -487,6 +490,7 @@ class Models(Described):
         frozen = self.spec.frozen
         if not frozen:
             for name, tensor in self.fixed.items():
+                # Copied: safetensors refuses two tensors that share memory.
                 tensors[f"{_FIXED}{name}"] = tensor.cpu().clone()
         # A whole file that is there already is not written again.
         elif self.folder is None or manifest.describe_fault(self.folder, frozen):
@@ -523,6 +527,7 @@ def collect_models(
     held, slots, missing = {}, layout.slots, ""
     try:
         assert loop.evaluated_models is not None, "the final evaluation comes before"
+        # Simplex layers train several endpoints; what is taken home is one model between them.
         slots, rows = remove_endpoints(layout, loop.evaluated_models)
         held = {evaluated: rows}
     # A method whose models are no modules says why; results do not need the file.
@@ -574,11 +579,8 @@ def list_files(folder: Path) -> list[str]:
     Args:
         folder: of the run.
     """
-    return [
-        name
-        for name in manifest.load_digests(folder)
-        if name == FILE or name.startswith(_frozen.PREFIX)
-    ]
+    known = manifest.load_digests(folder)
+    return [name for name in known if name == FILE or name.startswith(_frozen.PREFIX)]
 
 
 def load_models(folder: str | Path, *, model: ModelSource | None = None) -> Models:
@@ -611,10 +613,7 @@ folder of a finished run, <study>/<method>/seed-<n>
         # `file` is no mapping, so it can be read by `keys` alone.
         kept = [name for name in file.keys() if name not in (_ROWS, _ROW_OF)]  # noqa: SIM118
         tensors = {name: file.get_tensor(name) for name in kept}
-    fixed = {}
-    for name, tensor in tensors.items():
-        if name.startswith(_FIXED):
-            fixed[name.removeprefix(_FIXED)] = tensor
+    fixed = select_prefix(_FIXED, tensors)
     if recipe.frozen:
         _check_file(path, recipe.frozen)
         fixed |= _frozen.load_file(path / recipe.frozen)
@@ -635,6 +634,7 @@ def _describe_named_model(model: ModelSource) -> dict[str, Any] | None:
     if model.adapter:
         described["adapter"] = dict(model.adapter)
     try:
+        # As it will be read again: tuples are lists, and keys are texts.
         return json.loads(json.dumps(described))
     except TypeError:  # an option that only Python has
         return None
@@ -644,7 +644,7 @@ def _list_entries(
     own: nn.Module, slots: Sequence[Slot], rest: Mapping[str, Tensor]
 ) -> tuple[tuple[TensorEntry, ...], tuple[TensorEntry, ...], dict[str, Tensor]]:
     """Return a module's state entries, its further buffers in rows, and tensors in no row."""
-    places, fixed = {slot.name: slot for slot in slots}, {}
+    places, fixed = index_by_name(slots), {}
     # a tensor with two names is listed under the first
     once = [*own.named_parameters(), *own.named_buffers()]
     first = {id(tensor): name for name, tensor in once}
@@ -695,7 +695,7 @@ def _deduplicate_rows(
 
 
 def _write_models(tensors: Mapping[str, Tensor], described: str, path: Path) -> None:
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    contiguous = map_values(Tensor.contiguous, tensors)
     save_file(contiguous, path, metadata={"coterie": described})
 
 

@@ -97,6 +97,7 @@ def separate_newcomers(
     inside = torch.ones(len(federation), dtype=torch.bool)
     inside[new] = False
     others = inside.nonzero().flatten()
+    # One client alone trains with nobody, and says nothing of who joins it.
     if len(others) < 2:
         raise ConfigError(
             f"new_clients is {settings.new_clients!r}: of {len(federation)} clients {len(others)} "
@@ -218,6 +219,7 @@ def join_newcomers(
     else:
         # Newcomers do not read each other while the others are frozen.
         reachable[rows] = False
+    # A fresh one: nothing that was published in the run is read a second time.
     door = InMemory(task.ids, task.population)
     now = JoinContext(loop.method, loop.settings, loop.order, loop.rng, task, rows, door, reachable)
     if not isinstance(loop.method, ServerMethod):
@@ -262,6 +264,7 @@ def evaluate_newcomers(
             record.add_metrics(last, own.ids, SPLIT, RECEIVED, measured.evaluate(params))
         if best:
             loss = measured.evaluator.evaluate_split(judged, "validation")[metrics.LOSS.name].cpu()
+            # From the first model on, so that the one received can be the best.
             tracker = tracker or Tracker.start(judged)
             # Without patience: newcomers train all of their rounds.
             tracker = tracker.observe(judged, loss, everybody, unknown, None)
@@ -422,6 +425,8 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
             local = settings.local
             if settings.warmup_epochs is not None:
                 local = replace(local, epochs=settings.warmup_epochs, steps=None)
+            # As in the run: a client that reads before it trains has trained once before its first
+            # round.
             if now.order == "exchange_first" and (local.steps or local.epochs):
                 state = train_models(index, state, active, local)
             now.begin_round(index, now.task.ids)

@@ -28,6 +28,7 @@ AGE_COLUMNS = ("age", "age_seconds")
 """Further columns of edges in virtual time: how old a message was, in rounds of its reader and in
 seconds; -1 and NaN where none arrived."""
 _NAMES = ("split", "model", "metric", "purpose")
+# Of columns; all others are int32.
 _TYPES = {
     "value": "float64",
     "weight": "float64",
@@ -35,7 +36,6 @@ _TYPES = {
     **dict.fromkeys(SIMILARITY_COLUMNS, "float32"),
     "age_seconds": "float64",
 }
-"""Of columns; all others are int32."""
 
 
 @dataclass
@@ -206,7 +206,8 @@ class Record:
         if "slots_refused" in info:
             names.append("refused")
             kind = torch.where(info["slots_refused"][asked] & ~arrived, 3, kind)
-        kinds = torch.tensor([self._name_code(purpose) for purpose in names])
+        # In this order whatever a round has, so that the codes of words do not depend on it.
+        kinds = torch.tensor(list(map(self._name_code, names)))
         further: dict[str, Any] = {}
         if self.similarities:
             further = dict.fromkeys(SIMILARITY_COLUMNS, np.nan)

@@ -53,8 +53,8 @@ def find_scales(values: Values) -> dict[str, float]:
     """Return the scale of each quantity: its largest entry, and a least one of some.
 
     That of a gradient is a tenth of the largest one's: where a normalization follows, that of a
-    bias is 0, and only rounding is left of it. That of a loss or a score is 1: they are means, whose
-    terms may be larger than they are.
+    bias is 0, and only rounding is left of it. That of a loss or a score is 1: they are means,
+    whose terms may be larger than they are.
     """
     sizes = {name: find_largest(value) for name, value in values.items()}
     slope = 0.1 * max((s for n, s in sizes.items() if n.startswith("gradient")), default=0.0)
@@ -85,7 +85,7 @@ class Rounding:
     def add(
         self, one: Sequence[Values], other: Sequence[Values], most: float | None = None
     ) -> None:
-        """Keep the finite distances of two runs; with `most` those up to that share of the scale."""
+        """Keep the finite distances of two runs; `most`: those up to that share of the scale."""
         for a, b in zip(one, other, strict=True):
             scales = find_scales(a)
             for name in a.keys() & b.keys():

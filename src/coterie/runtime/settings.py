@@ -36,6 +36,7 @@ from coterie.runtime.virtual_time import VirtualTime
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 Schedule = Literal["synchronous", "asynchronous", "sequential_exchange", "sequential"]
+# Why settings do not go with clients that have rounds of their own.
 _NEEDS_STEP = {
     "participation": "every client goes on by itself, and nobody draws a cohort",
     "new_clients": "they join after the last round, where virtual time ends",
@@ -43,7 +44,6 @@ _NEEDS_STEP = {
     "local.lr_schedule": "it runs over all rounds, and clients do not know how many they will do",
     "local.dp": "epsilon is counted by rounds of all clients",
 }
-"""Why settings do not go with clients that have rounds of their own."""
 
 
 @dataclass(frozen=True)
@@ -133,16 +133,16 @@ class Settings(Configurable):
             they merge it: true, or a table of settings of `exchange.accepting.Acceptance`; false
             for not at all. When None, they judge between machines and not in a simulation. What
             cannot be of an honest client is left out by servers in any case.
-        secure_aggregation: let the server of a method that only averages learn the weighted mean of a
-            round's models and no single one: true, or a table of settings of
+        secure_aggregation: let the server of a method that only averages learn the weighted mean of
+            a round's models and no single one: true, or a table of settings of
             `exchange.base.SecureAggregation`. Models are added in fixed point, within 1e-6 of the
             plain mean. Methods whose servers look at single models, and `acceptance`, are refused.
         attacks: what some clients do to the others, in simulation only: tables, each with the
             `kind`, the `clients` and the further settings of an `exchange.attacking.Attack`.
             Results are then those of the honest clients.
-        check: before the first round, compare what will train with the module in plain PyTorch, and at
-            the end what is taken home with what was reported; see `runtime.translation`. It takes
-            about a second, draws nothing and changes no result.
+        check: before the first round, compare what will train with the module in plain PyTorch, and
+            at the end what is taken home with what was reported; see `runtime.translation`. It
+            takes about a second, draws nothing and changes no result.
         checkpoint_seconds: shortest time between two checkpoints; 0 for one after every round. The
             interval grows where writing takes long: at most a twentieth of the time is spent on it.
     """
@@ -186,9 +186,10 @@ class Settings(Configurable):
     def _check_rules(self) -> None:
         """Check settings that depend on each other.
 
-        Test evaluations coincide with validation; optimizer states can outlast a round where clients
-        do not act one after another. Losses and metrics are stored as plain values. What has an
-        import path is imported when a run begins, so that results can be read where it cannot be.
+        Test evaluations coincide with validation; optimizer states can outlast a round where
+        clients do not act one after another. Losses and metrics are stored as plain values. What
+        has an import path is imported when a run begins, so that results can be read where it
+        cannot be.
         """
         # The class is frozen; `check` runs when it is created.
         loss, output = self.loss, self.output
@@ -199,7 +200,7 @@ class Settings(Configurable):
         object.__setattr__(self, "loss", normalize_loss_setting(loss))
         object.__setattr__(self, "output", output)
         # A dictionary removes repetitions and keeps the order.
-        requested = dict.fromkeys(normalize_metric_setting(one) for one in self.metrics)
+        requested = dict.fromkeys(map(normalize_metric_setting, self.metrics))
         object.__setattr__(self, "metrics", tuple(requested))
         every = self.validate_every
         require(
@@ -242,8 +243,8 @@ class Settings(Configurable):
                 raise ConfigError(f"{name} is set; with secure_aggregation it is not: {reason}")
         if self.schedule != "synchronous":
             raise ConfigError(
-                f"schedule is {self.schedule!r}; expected 'synchronous' with secure_aggregation: a sum "
-                "is of the clients of one round"
+                f"schedule is {self.schedule!r}; expected 'synchronous' with secure_aggregation: a "
+                "sum is of the clients of one round"
             )
 
     def _check_time(self) -> None:
@@ -295,6 +296,7 @@ class Settings(Configurable):
         `extra_metrics` was a setting of its own when these were made; see `split_requested`.
         """
         outputs, of_runs = split_requested(map(str, self.metrics))
+        # Under the names of older versions, since identities that are stored contain them.
         found = {**asdict(self), "metrics": outputs, "extra_metrics": of_runs}
         del found["check"]  # results do not depend on it
         return found
@@ -344,5 +346,6 @@ class Settings(Configurable):
         Args:
             server: whether the method has a server; then nobody stops early.
         """
+        # With a server nobody stops on its own: its model serves all of them.
         stops = self.patience is not None and not server
         return self.evaluate == "best_val" or (stops and self.stopped_broadcast == "best")

@@ -46,8 +46,8 @@ def make_task(
         for name in ("acceptance", "attacks"):
             if getattr(settings, name):
                 raise ConfigError(
-                    f"{name} is set; {method.kind} cannot have it: its clients see means of groups, "
-                    "and no single model"
+                    f"{name} is set; {method.kind} cannot have it: its clients see means of "
+                    "groups, and no single model"
                 )
     local = settings.local
     # Imports fail here, before anything is written, and with the name of the setting.

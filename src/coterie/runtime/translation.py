@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import coterie.engine
+from coterie._util.tensors import index_each
 from coterie.data.federation import Federation
 from coterie.data.rows import read_inputs
 from coterie.engine.optim import LocalTraining
@@ -123,10 +124,12 @@ def _name_culprit(error: Exception, engine: str) -> str:
     said = f"raises {type(error).__name__} ({first_line(error)})"
     if _plain.__file__ in files:
         # A module that trains, and fails here, is another than what trains.
-        return f"the module in plain PyTorch {said} on samples that the {engine} engine trains; {ADVICE}"
+        where = f"on samples that the {engine} engine trains"
+        return f"the module in plain PyTorch {said} {where}; {ADVICE}"
     folder = str(Path(coterie.engine.__file__).parent)
     if any(file.startswith(folder) for file in files):
-        return f"the {engine} engine {said} on samples that the module in plain PyTorch takes; {ADVICE}"
+        where = "on samples that the module in plain PyTorch takes"
+        return f"the {engine} engine {said} {where}; {ADVICE}"
     return f"the check of the translation {said}; check = false runs without it: please report it"
 
 
@@ -215,8 +218,8 @@ class _Gap:
     def __str__(self) -> str:
         return f"{self.name}: " + (
             self.text
-            or f"what trains differs by {self.size:.3g} from the module in plain PyTorch, whose largest "
-            f"entry is {self.scale:.3g} (rounding explains {self.limit:.2g})"
+            or f"what trains differs by {self.size:.3g} from the module in plain PyTorch, whose "
+            f"largest entry is {self.scale:.3g} (rounding explains {self.limit:.2g})"
         )
 
 
@@ -405,8 +408,9 @@ class _Comparison:
         name = max(shares, key=lambda one: shares[one])
         if shares[name] > _UNCLEAR:
             self.lines.append(
-                f"rounding moves the {name} so much (an input that hardly varies, or has more digits "
-                f"than its type) that a fault up to {shares[name]:.0%} of its scale is not seen in it"
+                f"rounding moves the {name} so much (an input that hardly varies, or has more "
+                f"digits than its type) that a fault up to {shares[name]:.0%} of its scale is not "
+                "seen in it"
             )
 
     def require_single_samples(
@@ -431,10 +435,10 @@ class _Comparison:
             if find_gaps(own, means, 10 * self.limit, None, {}):
                 return
         raise ModelError(
-            f"local.dp trains by gradients of single samples, and samples alone have others than in "
-            f"a batch ({gap.name} differs by {gap.size:.3g} of {gap.scale:.3g}): something in the "
-            "module joins the samples of a batch, such as a choice by their values; take what looks "
-            "at each sample, or train without dp"
+            "local.dp trains by gradients of single samples, and samples alone have others than "
+            f"in a batch ({gap.name} differs by {gap.size:.3g} of {gap.scale:.3g}): something in "
+            "the module joins the samples of a batch, such as a choice by their values; take what "
+            "looks at each sample, or train without dp"
         )
 
     def list_changed_buffers(self, row: Tensor) -> str:
@@ -456,7 +460,7 @@ class _Comparison:
         own = copy_deeply(layout.train_module if training else layout.eval_module)
         self.plain.load(layout, row)
         self.plain.module.train(training)
-        inputs = {name: value[0] for name, value in layout.zero_inputs(1).items()}
+        inputs = index_each(layout.zero_inputs(1), 0)
         with torch.no_grad():
             theirs = _trace_layers(
                 self.plain.module, lambda: self.plain._run(self.ours.federation, x)
@@ -626,7 +630,7 @@ class _Comparison:
 
 
 def _trace_layers(module: nn.Module, run: Callable[[], Any]) -> dict[str, tuple[Any, ...]]:
-    """Return kind, first input and output of each layer by its path, in the order of first calls."""
+    """Return kind, first input and output of each layer by its path, in order of first calls."""
     found: dict[str, tuple[Any, ...]] = {}
 
     def note(path: str, part: nn.Module, args: tuple[Any, ...], out: Any) -> None:
@@ -690,8 +694,8 @@ def _compare_values(
             )
     if plain.moved:
         lines.append(
-            f"forward changes the parameters {', '.join(sorted(plain.moved)[:3])} in place: steps of "
-            "the optimizer are not compared"
+            f"forward changes the parameters {', '.join(sorted(plain.moved)[:3])} in place: steps "
+            "of the optimizer are not compared"
         )
     elif local.lr > 0:
         both.compare_steps(rows, local, steps=1 if random or slow else 2)

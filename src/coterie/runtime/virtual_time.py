@@ -26,6 +26,7 @@ from coterie._util.settings import (
 from coterie.errors import ConfigError, describe_unknown, require
 from coterie.rng import Rng
 
+# Whole numbers: sums of times do not depend on their order, and two clients can end at one moment.
 SECOND = 10**9
 """Nanoseconds in a second."""
 _MOST_PAUSES = 100_000  # in one round: pauses that overlap may leave no time at all
@@ -102,7 +103,11 @@ class ChoiceDraw(Draw):
         return float(self.values[int(stream.integers(len(self.values)))])
 
 
-DRAWS: dict[str, type[Draw]] = {one.kind: one for one in (LognormalDraw, UniformDraw, ChoiceDraw)}
+DRAWS: dict[str, type[Draw]] = {
+    LognormalDraw.kind: LognormalDraw,
+    UniformDraw.kind: UniformDraw,
+    ChoiceDraw.kind: ChoiceDraw,
+}
 """Every distribution by its name."""
 
 
@@ -142,7 +147,9 @@ class ServerRule(Configurable):
 @final
 @dataclass(frozen=True)
 class FedBuffRule(ServerRule):
-    r"""FedBuff: $\theta \leftarrow \theta + \frac{\eta}{K} \sum_i (1 + a_i)^{-e} \Delta_i$ for each $K$ updates.
+    r"""FedBuff: $\theta \leftarrow \theta + \frac{\eta}{K} \sum_i (1 + a_i)^{-e} \Delta_i$.
+
+    Once for each $K$ updates.
 
     Nguyen, Malik, Zhan, Yousefpour, Rabbat, Malek, Huba, Federated learning with buffered
     asynchronous aggregation, 2022, https://arxiv.org/abs/2106.06639. The mean is weighted as the
@@ -182,7 +189,9 @@ class FedBuffRule(ServerRule):
 @final
 @dataclass(frozen=True)
 class FedAsyncRule(ServerRule):
-    r"""FedAsync: $\theta \leftarrow (1 - \alpha_a) \theta + \alpha_a \theta_i$ with $\alpha_a = \alpha (1 + a)^{-e}$.
+    r"""FedAsync: $\theta \leftarrow (1 - \alpha_a) \theta + \alpha_a \theta_i$.
+
+    The step is $\alpha_a = \alpha (1 + a)^{-e}$.
 
     Xie, Koyejo, Gupta, Asynchronous federated optimization, 2019,
     https://arxiv.org/abs/1903.03934, with the polynomial weight.
@@ -208,7 +217,10 @@ class FedAsyncRule(ServerRule):
         return (1 - weight) * model + weight * trained
 
 
-SERVER_RULES: dict[str, type[ServerRule]] = {one.kind: one for one in (FedBuffRule, FedAsyncRule)}
+SERVER_RULES: dict[str, type[ServerRule]] = {
+    FedBuffRule.kind: FedBuffRule,
+    FedAsyncRule.kind: FedAsyncRule,
+}
 """Every rule of a server by its name."""
 
 Amount = NonNegativeFloat | Sequence[NonNegativeFloat] | Mapping[str, Any]
@@ -238,6 +250,7 @@ class Pause(Configurable):
         _check_longest("seconds", self.seconds)
         if self.every is not None:
             expected = f"more than seconds = {self.seconds}"
+            # Otherwise one pause would begin before the last has ended, and the client never work.
             require(self.every > self.seconds, "every", self.every, expected)
 
 
@@ -247,9 +260,10 @@ class VirtualTime(Configurable):
     """How long things take in a simulation.
 
     With schedule = "synchronous" a round lasts as long as its slowest client: `max_staleness` and
-    `record_seconds` say nothing then. A number of a client is given for all, as a list with one for each client, or as a table of a
-    distribution from which it is drawn: `{kind = "lognormal", median = 1.0, sigma = 0.5}`,
-    `{kind = "uniform", low = 1.0, high = 10.0}` or `{kind = "choice", values = [1.0, 10.0]}`.
+    `record_seconds` say nothing then. A number of a client is given for all, as a list with one for
+    each client, or as a table of a distribution from which it is drawn: `{kind = "lognormal",
+    median = 1.0, sigma = 0.5}`, `{kind = "uniform", low = 1.0, high = 10.0}` or `{kind = "choice",
+    values = [1.0, 10.0]}`.
 
     Args:
         round_seconds: how long a client takes for one local training.
@@ -411,10 +425,7 @@ class Clock:
                     "more than 0, or it never ends one"
                 )
         self.latency = np.array(
-            [
-                to_nanoseconds(one)
-                for one in self._draw_amounts("latency", time.latency, population)
-            ],
+            list(map(to_nanoseconds, self._draw_amounts("latency", time.latency, population))),
             dtype=np.int64,
         )
         # no limit is an infinite bandwidth
@@ -441,6 +452,7 @@ class Clock:
         if isinstance(amount, Mapping):
             draw, found = parse_draw(amount, f"time.{name}"), []
             for client in range(population):
+                # Each client from a stream of its own: more clients change nothing for the others.
                 found.append(draw.draw(self.rng.generator(f"time.{name}", client)))
         elif isinstance(amount, Sequence):
             found = list(amount)
@@ -470,6 +482,7 @@ class Clock:
         streams, seconds = self.rng.at_round(round), float(self.work[client])
         if self.time.jitter:
             noise = streams.generator("time.jitter", client).standard_normal()
+            # A lognormal factor has no bound, and sums must fit into 63 bits.
             seconds = min(_LONGEST, seconds * float(np.exp(self.time.jitter * noise)))
         paused = 0
         if self.time.pause_share:
@@ -535,6 +548,8 @@ class Clock:
         if traffic.peers.shape[1] == 0:
             return own
         asked = traffic.peers >= 0
+        # A slot without a peer gets the client itself, so that the lookup is legal; it is masked
+        # below.
         senders = np.where(asked, traffic.peers, clients[:, None])
         delays = self.message_delays(clients[:, None], senders, traffic.sizes)
         return np.where(asked, published[senders] + delays, own[:, None]).max(1, initial=0)
@@ -593,12 +608,15 @@ def _work_between_pauses(pauses: Sequence[Pause], begin: int, work: int) -> int:
         return begin + work
     now = begin
     for _ in range(_MOST_PAUSES):
-        paused = [end for end in (_end_of_pause(one, now) for one in pauses) if end is not None]
-        if paused:
+        ends, following = [], []
+        for pause in pauses:
+            end, begins = _end_of_pause(pause, now), _next_pause(pause, now)
+            ends += [end] if end is not None else []
+            following += [begins] if begins is not None else []
+        if ends:
             # another pause may begin before this one ends, hence the next turn
-            now = max(paused)
+            now = max(ends)
             continue
-        following = [at for at in (_next_pause(one, now) for one in pauses) if at is not None]
         if not following or now + work <= min(following):
             return now + work
         work -= min(following) - now
