@@ -54,12 +54,11 @@ def collect_facts() -> dict[str, str]:
         import torch
 
         found["vectors"] = torch.backends.cpu.get_cpu_capability()
-        cards = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+        cards = list(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
         found["gpus"] = ", ".join(f"{cards.count(card)} x {card}" for card in sorted({*cards}))
     # In the order in which the compiled engine looks for one; see `engine.native.compiler`.
-    compilers = (
-        shutil.which(name) for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name
-    )
+    names = filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++"))
+    compilers = map(shutil.which, names)
     compiler = next(filter(None, compilers), None)
     if compiler is not None:
         # x86 compilers take -march=native; ARM compilers need -mcpu=native for the same choice.

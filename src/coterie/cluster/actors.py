@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from coterie._util import pages
+from coterie._util.mappings import map_values
 from coterie.cluster import doctor, folders, packing, place
 from coterie.cluster.blocks import (
     Block,
@@ -37,8 +38,8 @@ from coterie.exchange.base import Message
 from coterie.simulation.run import RunPlan
 from coterie.simulation.workers import Emit, FanOut, use_one_thread
 
+# Seconds between two checks, while waiting for blocks, that all machines are still there.
 _TURN = 2.0
-"""Seconds between two checks, while waiting for blocks, that all machines are still there."""
 
 
 def encode_part(part: BlockPart) -> Any:
@@ -63,9 +64,7 @@ def decode_part(part: Any) -> BlockPart:
         return torch.from_numpy(part)
     params, fields, ids = part
     return Message(
-        torch.from_numpy(params),
-        {k: torch.from_numpy(v) for k, v in fields.items()},
-        torch.from_numpy(ids),
+        torch.from_numpy(params), map_values(torch.from_numpy, fields), torch.from_numpy(ids)
     )
 
 
@@ -162,10 +161,10 @@ class BlockActors:
 
     def call_all(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
         """Call a function of every block; see `blocks.BlockCrew`."""
-        calls = [
-            host.call.remote(name, *(one[row] for one in arguments))
-            for row, host in enumerate(self.hosts)
-        ]
+        calls = []
+        for row, host in enumerate(self.hosts):
+            own = [one[row] for one in arguments]
+            calls.append(host.call.remote(name, *own))
         return self.wait_for(calls)
 
     def wait_for(self, calls: Sequence[Any], *, show: bool = True) -> list[Any]:
@@ -228,7 +227,9 @@ def divide_resource(machines: Sequence[float], blocks: int, most: float) -> floa
         [1, 0.5, 1.0]
     """
     # The best share fills some machine exactly, so size / count are the only candidates.
-    sizes = {most, *(size / count for size in machines for count in range(1, blocks + 1))}
+    sizes = {most}
+    for size in machines:
+        sizes |= {size / count for count in range(1, blocks + 1)}
     best = 0.0
     for one in sizes:
         if not best < one <= most:

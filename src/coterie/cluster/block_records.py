@@ -17,8 +17,8 @@ from coterie.errors import CoterieError
 from coterie.methods.base import SLOT_FILLS, concatenate_rows
 from coterie.runtime.record import Record
 
+# What the table of reads takes of a report.
 _OF_READS = [name for name in SLOT_FILLS if name != "losses"]
-"""What the table of reads takes of a report."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,15 @@ def merge_calls(blocks: Sequence[Sequence[RecordCall]]) -> list[RecordCall]:
     Raises:
         CoterieError: when their orders do not agree.
     """
-    left, out = [list(entries) for entries in blocks], []
+    left, out = list(map(list, blocks)), []
     while any(left):
         heads = [entries[0].call_key for entries in left if entries]
         # A call may head one block and stand further back in another one that made an additional
         # call first. Only a head that is further back in no block is merged, so each call is
         # merged once.
-        behind = {entry.call_key for entries in left for entry in entries[1:]}
+        behind = set()
+        for entries in left:
+            behind |= {entry.call_key for entry in entries[1:]}
         key = next((one for one in heads if one not in behind), None)
         if key is None:
             raise CoterieError(

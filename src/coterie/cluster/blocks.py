@@ -24,6 +24,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coterie._util.mappings import map_values
+from coterie._util.tensors import index_each
 from coterie.cluster.block_records import BlockRecord, RecordCall, merge_calls
 from coterie.cluster.exchange import (
     BlockExchange,
@@ -51,8 +53,8 @@ from coterie.runtime.task import make_task
 from coterie.simulation import attackers
 from coterie.simulation.run import Note, Observer, Run, RunPlan, check_memory, simulate
 
+# How often blocks are started without a new checkpoint in between.
 _TRIES = 3
-"""How often blocks are started without a new checkpoint in between."""
 
 
 class BlockDied(CoterieError, RuntimeError):
@@ -168,7 +170,7 @@ class BlockLoop(Loop):
     def final_results(self) -> tuple[Tensor | None, Mapping[str, Tensor]]:
         """Return the found clusters, where known, and the metrics of the final test."""
         label, tested = self._final
-        tested = {name: value.cpu() for name, value in tested.items()}
+        tested = map_values(Tensor.cpu, tested)
         return None if label is None else label.cpu(), tested
 
 
@@ -283,9 +285,10 @@ class ThreadBlocks:
         with warnings.catch_warnings():  # the driver has given the same warnings already
             warnings.simplefilter("ignore")
             sends = [partial(_deliver_copy, box) for box in self.boxes]
-            self.blocks = [
-                Block(one, BlockLinks(one.number, sends, self.boxes[one.number])) for one in given
-            ]
+            self.blocks = []
+            for one in given:
+                links = BlockLinks(one.number, sends, self.boxes[one.number])
+                self.blocks.append(Block(one, links))
 
     def call_all(self, name: str, *arguments: Sequence[Any]) -> list[Any]:
         """Call a function of every block; see `BlockCrew`."""
@@ -327,7 +330,7 @@ class ThreadBlocks:
 def _deliver_copy(box: Postbox, address: Any, sender: int, part: Any) -> None:
     """Send a copy to a block of this process: the sender may change the original later."""
     if isinstance(part, Message):
-        fields = {name: value.clone() for name, value in part.fields.items()}
+        fields = map_values(Tensor.clone, part.fields)
         part = replace(part, params=part.params.clone(), fields=fields)
     box.put(address, sender, part)
 
@@ -389,7 +392,7 @@ class DriverLoop(Loop):
         return super()._init_state(task.select_clients(torch.arange(1)))
 
     def check_translation(self, federation: Federation) -> tuple[str, ...]:
-        """See `Loop.check_translation`; the driver has the engine, module and data of all blocks."""
+        """See `Loop.check_translation`; the driver has engine, module and data of all blocks."""
         checked_before = bool(self.translation)
         lines = super().check_translation(federation)
         if checked_before or not self.settings.check:
@@ -496,8 +499,8 @@ class DriverLoop(Loop):
                     self.state.select_rows(rows),
                     {one.name: map_tensors(one.state, of_rows) for one in self.extensions},
                     map_tensors(self.tracker, of_rows),
-                    {name: of_rows(value) for name, value in self.validation.items()},
-                    {name: value[mine] for name, value in spent.items()},
+                    map_values(of_rows, self.validation),
+                    index_each(spent, mine),
                     # Each block takes its own part; see `BlockExchange.restore`.
                     self.stored_exchange.snapshot(),
                 )
@@ -530,7 +533,10 @@ def _select_rows(rows: Tensor, value: Tensor) -> Tensor:
 def _concatenate_tables(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Return the tables of several blocks as one, by name; empty where no block has any."""
     names = parts[0] if parts else ()
-    return {name: torch.cat([part[name] for part in parts]) for name in names}
+    joined = {}
+    for name in names:
+        joined[name] = torch.cat([part[name] for part in parts])
+    return joined
 
 
 def _concatenate_fields(parts: Sequence[Any]) -> Any:

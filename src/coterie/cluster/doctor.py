@@ -31,8 +31,8 @@ NAMES = {
     "gpus": "GPUs",
 }
 """The facts that are compared, and their names in messages."""
+# For machines to answer: the first import of torch from a network file system takes minutes.
 _SECONDS = 300.0
-"""For machines to answer: the first import of torch from a network file system takes minutes."""
 
 
 @dataclass(frozen=True)

@@ -158,10 +158,9 @@ def join_messages(parts: Sequence[BlockPart], like: Message) -> Message | None:
     if not found:
         return None
     ids = torch.cat([part.ids for part in found if part.ids is not None])
-    fields = {
-        name: torch.cat([part.fields[name].to(value.device) for part in found])
-        for name, value in like.fields.items()
-    }
+    fields = {}
+    for name, value in like.fields.items():
+        fields[name] = torch.cat([part.fields[name].to(value.device) for part in found])
     return Message(torch.cat([part.params.to(like.params.device) for part in found]), fields, ids)
 
 

@@ -38,9 +38,9 @@ def load_files(folder: Path) -> dict[str, bytes]:
     """Load the files of a run's folder with the manifest, without files of this machine alone."""
     if not folder.exists():
         return {}
-    paths = sorted(
-        path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")
-    )
+    # Temporary files, which are hidden, are of writers that have not ended.
+    shown = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    paths = sorted(path for path in shown if path.is_file())
     return {path.name: path.read_bytes() for path in paths}
 
 

@@ -188,13 +188,11 @@ def install_modules(files: Mapping[str, bytes], folder: Path) -> None:
 
 def _is_installed(path: Path) -> bool:
     """Whether a file belongs to Python, to an installed package, or to Coterie."""
-    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    places = set(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
     places |= {place for place in sys.path if place.endswith(("site-packages", "dist-packages"))}
     # Environments are often made of links, so the real paths are compared.
     real = Path(os.path.realpath(path))
-    return real.is_relative_to(PACKAGE) or any(
-        real.is_relative_to(os.path.realpath(place)) for place in places
-    )
+    return any(map(real.is_relative_to, (PACKAGE, *map(os.path.realpath, places))))
 
 
 def _find_imports(source: bytes) -> set[str]:

@@ -328,12 +328,10 @@ class _FederationStore:
         """
         data = getattr(job, "federation", None)
         # By identity: the payloads hold the very references of `_held`.
-        used = {id(ref) for _, refs in others for ref in refs}
-        self._held = {
-            key: (value, ref)
-            for key, (value, ref) in self._held.items()
-            if id(ref) in used or value is data
-        }
+        used = set(map(id, chain.from_iterable(refs for _, refs in others)))
+        for key, (value, ref) in list(self._held.items()):
+            if id(ref) not in used and value is not data:
+                del self._held[key]
         if not isinstance(data, Federation):
             return packing.pack(job), []
         # The id is that of a living object, since `_held` keeps the federation itself.

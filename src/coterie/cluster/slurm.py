@@ -23,6 +23,7 @@ from typing import Any
 from coterie._util import origin
 from coterie._util.claims import claim_folder
 from coterie._util.files import write_atomically
+from coterie._util.mappings import prefix_keys
 from coterie._util.names import shorten_error
 from coterie.cluster import doctor, turns
 from coterie.cluster.place import Place
@@ -94,10 +95,10 @@ class SlurmRuns(FanOut):
         with _make_executor(
             self.place, place, self.cpus, int(self.gpus), min(workers, len(asked)), work.folder
         ) as executor:
-            turns_of = [
-                _SlurmTask(work, job, batch, list(sys.argv), self._own_software(), self.cpus)
-                for job in asked
-            ]
+            turns_of = []
+            for job in asked:
+                software = self._own_software()
+                turns_of.append(_SlurmTask(work, job, batch, list(sys.argv), software, self.cpus))
             # Before the first submission: a job that starts at once must find its own batch.
             _write_request(place, batch, self.place, {})
             local, handed_in = self.place.address == "local", dict[int, Any]()
@@ -117,10 +118,9 @@ class SlurmRuns(FanOut):
                                 # array.
                                 new = [executor.submit(one) for _, one in now]
                     handed_in |= {number: job for (number, _), job in zip(now, new, strict=True)}
-                    ids = {
-                        _run_key(work, asked[number]): job.job_id
-                        for number, job in handed_in.items()
-                    }
+                    ids = {}
+                    for number, job in handed_in.items():
+                        ids[_run_key(work, asked[number])] = job.job_id
                     # The ids are written after each submission, so that `coterie status` finds
                     # every job.
                     _write_request(
@@ -310,7 +310,7 @@ def _make_executor(
             name=f"coterie-{study.name}", timeout_min=time_, cpus_per_task=cpus
         )
         if partition != "local":
-            more = {f"slurm_{key}": value for key, value in settings.items()}
+            more = prefix_keys("slurm_", settings)
             executor.update_parameters(
                 slurm_partition=partition,
                 # At least 1, also where there is no job to submit.
@@ -376,7 +376,7 @@ def _failure_reason(job: Any) -> str:
 
 
 def _split_waiting(waiting: Sequence[Any], room: int) -> tuple[list[Any], list[Any]]:
-    """Return the tasks that start now, at most as many as there is room for, and the waiting rest."""
+    """Return the tasks that start now, as many as there is room for, and the waiting rest."""
     count = max(0, room)
     return list(waiting[:count]), list(waiting[count:])
 

@@ -94,6 +94,8 @@ def describe_owner(owner: Mapping[str, Any]) -> str:
 def _list_turns(folder: Path) -> list[tuple[int, Path]]:
     if not folder.exists():
         return []
-    return [
-        (int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))
-    ]
+    found = []
+    for path in folder.iterdir():
+        if match := _NAME.fullmatch(path.name):
+            found.append((int(match[1]), path))
+    return found

@@ -19,6 +19,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coterie._util.mappings import map_values, prefix_keys, select_prefix
+from coterie._util.tensors import index_each
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.base import Exchange, Message
@@ -419,7 +421,7 @@ class AsynchronousLoop(Loop):
     def _train(
         self, rows: Int[Tensor, " rows"], rounds: Sequence[int]
     ) -> tuple[State, Info, Report]:
-        """Train clients; return also how each does on its validation data, {} where none is judged."""
+        """Train clients; return also how each does on its validation data, {} if none is judged."""
         own = self.flight.select_rows(rows)
         rnd = self._make_own_round(rows, rounds, self.boards, own.params)
         # The rows are copies, which may be trained in place unless the method compares.
@@ -428,7 +430,7 @@ class AsynchronousLoop(Loop):
             method, "local_update", method.train_locally(rnd, own, alone), rnd.task
         )
         values = rnd.task.evaluator.evaluate_split(new.params, "validation")
-        return new, info, {name: value.cpu() for name, value in values.items()}
+        return new, info, map_values(Tensor.cpu, values)
 
     def _choose_trainings(self, pending: np.ndarray) -> np.ndarray:
         """Return which of the trainings that are not computed to compute now: the more, the faster.
@@ -510,12 +512,12 @@ class AsynchronousLoop(Loop):
         """Record the rounds that ended in a span, and return how old what they read was."""
         staleness: dict[str, Tensor] = {}
         if self._ended:
-            ids, rounds, parts = (list(column) for column in zip(*self._ended, strict=True))
+            ids, rounds, parts = map(list, zip(*self._ended, strict=True))
             self._ended = []
             ids, info = torch.cat(ids), _join_parts(parts)
             # by client, and the rounds of each in order: whatever acted together
             order = torch.from_numpy(np.lexsort((torch.cat(rounds).numpy(), ids.numpy())))
-            ids, info = ids[order], {name: value[order] for name, value in info.items()}
+            ids, info = ids[order], index_each(info, order)
             self.record.add_edges(index, ids, info)
             if "train_samples" in info:
                 self.train_samples += int(info["train_samples"].sum())
@@ -544,9 +546,7 @@ class AsynchronousLoop(Loop):
         """Return what later rounds depend on in addition to the state, for a checkpoint."""
         if self.next_round < 1:
             return {}
-        return self._snapshot_clients() | {
-            f"boards.{name}": value for name, value in self.boards.snapshot().items()
-        }
+        return self._snapshot_clients() | prefix_keys("boards.", self.boards.snapshot())
 
     def _snapshot_clients(self) -> dict[str, Tensor]:
         """Return what is known of the rounds that have begun."""
@@ -587,7 +587,7 @@ class AsynchronousLoop(Loop):
 
 
 def _select_tensors(tensors: Mapping[str, Tensor], head: str) -> dict[str, Tensor]:
-    return {k.removeprefix(head): v for k, v in tensors.items() if k.startswith(head)}
+    return select_prefix(head, tensors)
 
 
 _ARRAYS = ("end", "pause", "number", "trained", "stops", "due", "idle")
@@ -636,12 +636,12 @@ def take_reports(reports: Reports, clients: Sequence[int]) -> Report:
     joined, order = [], list[int]()
     for key, found in places.items():
         taken = torch.tensor([place for _, place in found])
-        joined.append({name: value[taken] for name, value in parts[key].items()})
+        joined.append(index_each(parts[key], taken))
         order += [row for row, _ in found]
     if not joined:
         return {}
     back = torch.argsort(torch.tensor(order))
-    return {name: value[back] for name, value in _join_parts(joined).items()}
+    return index_each(_join_parts(joined), back)
 
 
 def _join_parts(parts: Sequence[Report]) -> Report:
@@ -653,7 +653,10 @@ def _join_parts(parts: Sequence[Report]) -> Report:
                 f"the method reports {sorted(different)[0]!r} of some clients or rounds alone; "
                 "expected the same names of all, with NaN for a client that has nothing to report"
             )
-    return {name: concatenate_rows(name, [one[name] for one in parts]) for name in parts[0]}
+    joined = {}
+    for name in parts[0]:
+        joined[name] = concatenate_rows(name, [one[name] for one in parts])
+    return joined
 
 
 def _sum_rounds(ids: Int[Tensor, " rounds"], info: Info) -> tuple[Tensor, Report]:

@@ -32,8 +32,8 @@ from coterie.simulation._asynchronous import (
 )
 from coterie.simulation._publishing import StandingExchange
 
+# Steps of a round that this loop does in place of `ServerMethod.round`.
 _STEPS = ("round", "reply", "publish", "send_models")
-"""Steps of a round that this loop does in place of `ServerMethod.round`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +64,11 @@ class AsynchronousServerLoop(AsynchronousLoop):
         """Check that the method does in a round what this loop does; nothing stands on boards."""
         method, settings = self.method, self.settings
         whole = isinstance(method, OneModel) and type(method).aggregate is OneModel.aggregate
-        if not whole or any(
-            getattr(type(method), name) is not getattr(ServerMethod, name) for name in _STEPS
-        ):
+        kind = type(method)
+        if not whole or any(getattr(kind, one) is not getattr(ServerMethod, one) for one in _STEPS):
             raise ConfigError(
-                f"schedule = 'asynchronous': with a server it is for methods that average one model, "
-                f"as FedAvg does; {method.kind} does more in a round; use 'synchronous'"
+                "schedule = 'asynchronous': with a server it is for methods that average one "
+                f"model, as FedAvg does; {method.kind} does more in a round; use 'synchronous'"
             )
         if self.time.max_staleness is not None or self.time.max_staleness_seconds is not None:
             raise ConfigError(
@@ -104,7 +103,7 @@ class AsynchronousServerLoop(AsynchronousLoop):
             self._begin(client, 0)
 
     def _measure_messages(self) -> None:
-        """Note the bytes of a model that is fetched, and of what is sent, and how long both take."""
+        """Note the bytes of a model that is fetched and of what is sent, and how long both take."""
         one = torch.zeros(1, dtype=torch.int64)
         state = self.state.select_rows(one)
         rnd = self._make_own_round(one, [0], self.exchange, state.params)
@@ -114,10 +113,10 @@ class AsynchronousServerLoop(AsynchronousLoop):
         self._down = offer.row_bytes
         self._up = sum(each.row_bytes for each in sent)
         everybody = np.arange(len(self.task))
-        self._fetching, self._sending = (
-            self.clock.move_to_server(everybody, np.full(len(everybody), float(size)))
-            for size in (self._down, self._up)
-        )
+        down = np.full(len(everybody), float(self._down))
+        up = np.full(len(everybody), float(self._up))
+        self._fetching = self.clock.move_to_server(everybody, down)
+        self._sending = self.clock.move_to_server(everybody, up)
 
     def _begin(self, client: int, time: int) -> int:
         """Let a client fetch the newest model, and return when its update is at the server."""

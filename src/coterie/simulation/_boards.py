@@ -22,10 +22,10 @@ from coterie.exchange.base import Inbox, Message, Rule, check_peers, find_withhe
 from coterie.runtime.virtual_time import Clock
 from coterie.simulation._publishing import StandingExchange
 
+# The name of models in a pool; extras have theirs.
 _MODELS = ""
-"""The name of models in a pool; extras have theirs."""
+# The time of publication in a place without a message: after every other time.
 _NOBODY = np.iinfo(np.int64).max
-"""The time of publication in a place without a message: after every other time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,7 +338,7 @@ class Boards(StandingExchange):
             "acted": torch.from_numpy(
                 np.concatenate([np.array(one, dtype=np.int64) for one in self.acted])
             ),
-            "acts": torch.tensor([len(one) for one in self.acted]),
+            "acts": torch.tensor(list(map(len, self.acted))),
         }
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:

@@ -375,7 +375,8 @@ def check_forecast(wanted: Forecast, device: str, limit: int | None) -> None:
     raise ConfigError(
         f"this run needs about {_format_bytes(wanted.needed_bytes)} of memory on {device} in "
         f"addition to its data ({_format_bytes(wanted.data)}): "
-        f"{', '.join(parts)}; found {_format_bytes(limit)}. Take fewer clients, {what}, or a machine with more"
+        f"{', '.join(parts)}; found {_format_bytes(limit)}. Take fewer clients, {what}, or a "
+        "machine with more"
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from coterie._util.mappings import map_values, number_items
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Exchange, ExchangeWrapper, Inbox, Message, Rule, make_inbox
@@ -109,7 +110,7 @@ class LiveExchange(StandingExchange):
         models = {id(board.params): board.params.clone() for board in boards}
         self.boards = []
         for board in boards:
-            fields = {name: value.clone() for name, value in board.fields.items()}
+            fields = map_values(Tensor.clone, board.fields)
             self.boards.append(Message(models[id(board.params)], fields, board.ids))
         self.population = population
         self._reader, self._number = torch.zeros(1, dtype=torch.int64), 0
@@ -270,7 +271,7 @@ def _predict_reads(
         if not asked.last:
             return None
         # Peers that are not active do not act in this round, so nobody has to wait for them.
-        row_of = {client: row for row, client in enumerate(rnd.ids.tolist())}
+        row_of = number_items(rnd.ids.tolist())
         reads = []
         for peers in asked.peers.tolist():
             reads.append([row_of[peer] for peer in peers if peer in row_of])

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from coterie._util import pages
 from coterie._util.claims import claim_folder
 from coterie._util.facts import Described
+from coterie._util.mappings import index_by_name
 from coterie._util.names import format_client, format_clients, shorten_text
 from coterie._util.settings import format_brief
 from coterie.data.federation import Federation
@@ -217,7 +218,7 @@ class Run(Described):
         table = self.metrics
         last = int(table["round"].to_numpy().max())
         known, final = Metrics({**REGISTRY, **self.method.report_metrics()}), {}
-        known |= {one.name: one for one in self.settings.output_metrics}
+        known |= index_by_name(self.settings.output_metrics)
         tests = select_final_tests(table).set_index("client")
         losses = tests.loc[(tests["metric"] == LOSS.name).to_numpy(), "value"]
         for name, rows in tests.groupby("metric", sort=False, observed=True):

@@ -32,10 +32,10 @@ J = TypeVar("J")
 R = TypeVar("R")
 Emit = Callable[[object], None]
 Work = Callable[[J, Emit], R]
+# The name of worker processes, which they have while they import the program that started them.
 _NAME = "coterie-worker"
-"""The name of worker processes, which they have while they import the program that started them."""
+# The exit status of a worker that was made to start a study; see `end_unguarded_import`.
 _UNGUARDED = 86
-"""The exit status of a worker that was made to start a study; see `end_unguarded_import`."""
 
 
 @runtime_checkable

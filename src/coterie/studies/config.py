@@ -18,6 +18,7 @@ from typing import Any
 
 from coterie._util import settings as tables
 from coterie._util.files import expand_home, resolve_path
+from coterie._util.mappings import drop_keys, select_keys
 from coterie._util.toml import parse_toml
 from coterie.data.build import DataConfig
 from coterie.data.datasets import OWN_KINDS
@@ -106,7 +107,7 @@ def parse_study(
     for key in content:
         if key not in known:
             raise ConfigError(describe_unknown("setting", key, known))
-    free = {key: content[key] for key in _FREE if key in content}
+    free = select_keys(content, _FREE)
     if isinstance(number := free.get("seeds"), int) and not isinstance(number, bool):
         require(
             1 <= number <= _MAX_SEEDS,
@@ -118,7 +119,7 @@ def parse_study(
         free["seeds"] = list(range(number))
     for grid in {"sweep", "tune"} & set(free):
         free[grid] = _flatten_grid(grid, free[grid])
-    run = {key: content[key] for key in _RUN_KEYS if key in content}
+    run = select_keys(content, _RUN_KEYS)
     local = tables.parse_settings(LocalTraining, _get_section(content, "local"), "local")
     stopping = _get_section(content, "stopping")
     for key in stopping:
@@ -177,7 +178,7 @@ def parse_seeds(text: str) -> int | list[int]:
             f"--seeds is {text!r}; expected a number of seeds (5), a list (0,3,7), or a list of "
             "one seed (7,)"
         )
-    return [int(part) for part in parts] if "," in text else int(parts[0])
+    return list(map(int, parts)) if "," in text else int(parts[0])
 
 
 def make_study_table(study: StudyConfig, *, decided: bool = True) -> dict[str, Any]:
@@ -191,16 +192,16 @@ def make_study_table(study: StudyConfig, *, decided: bool = True) -> dict[str, A
     parts = tables.to_plain(study)
     settings = parts.pop("settings")
     # The order is that of the file: single values, then tables.
-    sections = {key: value for key, value in parts.items() if key not in _PARTS}
-    sections |= {key: settings[key] for key in _RUN_KEYS if key in settings}
+    sections = drop_keys(parts, _PARTS)
+    sections |= select_keys(settings, _RUN_KEYS)
     sections["data"] = parts["data"]
     sections["model"] = {key: value for key, value in parts["model"].items() if value != {}}
     sections["local"] = settings["local"]
     if settings.get("patience") is not None:
         sections["stopping"] = {"patience": settings["patience"]}
-    sections["methods"] = [
-        _make_method_table(entry, study.settings, decided) for entry in study.methods
-    ]
+    sections["methods"] = []
+    for entry in study.methods:
+        sections["methods"].append(_make_method_table(entry, study.settings, decided))
     # Empty tables and texts are the defaults.
     return {key: value for key, value in sections.items() if value not in ({}, "")}
 
@@ -251,6 +252,7 @@ def make_identity(study: StudyConfig) -> dict[str, Any]:
 
 def hash_study(study: StudyConfig) -> str:
     """Hash the settings that determine the results."""
+    # As long as a run's identity: 64 bits.
     return hashlib.sha256(json.dumps(make_identity(study)).encode()).hexdigest()[:16]
 
 
@@ -292,6 +294,8 @@ def _load_file(file: Traversable, readers: Sequence[Path] = ()) -> dict[str, Any
         readers: the files that extend it, the nearest last.
     """
     here = resolve_path(str(file))
+    # Each file knows who reads it, so that a circle ends with its whole way and not in a deep
+    # recursion.
     if here in readers:
         circle = " extends ".join(path.name for path in (*readers[readers.index(here) :], here))
         raise ConfigError(f"{file} extends itself: {circle}")
@@ -329,6 +333,7 @@ def _resolve_model_path(content: dict[str, Any], folder: Path) -> None:
     if not isinstance(table, dict) or not str(table.get("kind")).startswith(PREFIX):
         return
     path = str(table["kind"]).removeprefix(PREFIX)
+    # A path from where the command runs comes first, as for all paths that are given there.
     if not expand_home(path).exists() and (folder / path).exists():
         content["model"] = {**table, "kind": f"{PREFIX}{folder / path}"}
 
@@ -369,6 +374,7 @@ def _extend_study(base: dict[str, Any], own: dict[str, Any]) -> None:
     """
     unset, used = own.pop("unset", []), own.pop("use_methods", None)
     methods = own.pop("methods", {})
+    # Before the own settings: a table can be emptied and filled again in one file.
     for path in _check_names("unset", unset):
         _unset_path(base, parse_path(path), path)
     _merge_tables(base, own, "")
@@ -383,7 +389,7 @@ def _extend_study(base: dict[str, Any], own: dict[str, Any]) -> None:
         for entry in methods:
             label = _entry_label(entry)
             if fold_name(label) in there:
-                changed = {key: value for key, value in entry.items() if key != "label"}
+                changed = drop_keys(entry, {"label"})
                 _merge_tables(there[fold_name(label)], changed, f"methods.{label}")
             elif "kind" in entry:
                 merged.append(entry)
@@ -475,9 +481,10 @@ def _iterate_leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _parse_methods(value: object, settings: Settings, to_run: bool) -> tuple[MethodConfig, ...]:
     if not isinstance(value, list):
         raise ConfigError(f"methods is {value!r}; expected [[methods]] tables, each with a kind")
-    return tuple(
-        _parse_method(entry, settings, f"methods[{i}]", to_run) for i, entry in enumerate(value)
-    )
+    found = []
+    for place, entry in enumerate(value):
+        found.append(_parse_method(entry, settings, f"methods[{place}]", to_run))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -501,7 +508,7 @@ def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -
     """
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{where} is {entry!r}; expected a table with a kind")
-    found = {key: entry[key] for key in _HEAD_KEYS if key in entry}
+    found = select_keys(entry, _HEAD_KEYS)
     head = tables.parse_settings(_MethodHead, found, where)
     # Reading results imports nothing: None stands for a method that is not built in.
     kind = registry.find_method(head.kind, head.package) if to_run else METHODS.get(head.kind)
@@ -520,19 +527,20 @@ def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -
         if key not in own | local | run | {"local", *_HEAD_KEYS}:
             raise ConfigError(f"{where}: {describe_unknown('key', key, own | local | run)}")
 
-    def select_keys(keys: set[str]) -> dict[str, Any]:
+    def select_given(keys: set[str]) -> dict[str, Any]:
         return {key: value for key, value in entry.items() if key in keys}
 
     # Later ones win: the study's settings, then keys of the method's table, then its `local`
     # table.
-    given = {**_field_values(settings.local), **select_keys(local), **_get_section(entry, "local")}
+    given = {**_field_values(settings.local), **select_given(local), **_get_section(entry, "local")}
     trained = tables.parse_settings(LocalTraining, given, where)
-    merged = {**_field_values(settings), **select_keys(run), "local": trained}
+    merged = {**_field_values(settings), **select_given(run), "local": trained}
     settings = tables.parse_settings(Settings, merged, where)
+    # Kept as it is: results can be read where the method is not installed.
     if kind is None:
-        rest = {key: value for key, value in entry.items() if key not in ("kind", "label", "paper")}
+        rest = drop_keys(entry, ("kind", "label", "paper"))
         return MethodConfig(label, registry.StoredMethod(head.kind, rest), settings, head.paper)
-    given = select_keys(own)
+    given = select_given(own)
     kind, table = registry.resolve_class(kind, given)
     method = tables.parse_settings(kind, table, where)
     registry.remember_given(method, given)
@@ -540,7 +548,7 @@ def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -
 
 
 def _option_names(method: type[Method]) -> set[str]:
-    """The settings of a method, and the options of published code that its table may set as well."""
+    """The settings of a method, and options of published code that its table may set as well."""
     published = registry.find_published(method) or method
     return {*tables.settable_fields(method), *tables.settable_fields(published)}
 
@@ -555,6 +563,7 @@ def _guess_own_keys(entry: Mapping[str, Any]) -> set[str]:
         tables.settable_fields(LocalTraining), LocalTraining
     )
     known |= dict.fromkeys(tables.settable_fields(Settings), Settings)
+    # Newer than stored studies: in those the key is a field of the method.
     for key in ADDED_FIELDS:
         known.pop(key, None)
     own = set(entry) - set(known) - {"local", *_HEAD_KEYS}
@@ -562,6 +571,7 @@ def _guess_own_keys(entry: Mapping[str, Any]) -> set[str]:
         try:
             tables.parse_settings(known[key], {key: entry[key]}, key)
         except ConfigError:
+            # A value that is wrong for the setting is that of a field of the same name.
             own.add(key)
     return own
 

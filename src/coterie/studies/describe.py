@@ -63,7 +63,7 @@ def _count_labels(federation: Federation) -> tuple[list[str], Tensor]:
         # Samples of other splits go to an additional last column, which is cut off below.
         columns = torch.where(train, federation.y.long(), federation.classes)
         width = federation.classes
-        names = list(federation.class_names) or [str(label) for label in range(width)]
+        names = list(federation.class_names) or list(map(str, range(width)))
     else:
         # Of a target with several numbers, the first.
         target = federation.y.double().reshape(*federation.y.shape[:2], -1)[..., 0]

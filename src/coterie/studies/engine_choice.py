@@ -64,7 +64,7 @@ class PlanWork(Generic[K]):
         self._methods[key] = graph, work, settings.precision
 
     def choose_engines(self, stored: Container[K] = ()) -> dict[K, EngineChoice]:
-        """Return the engine of each method; one that has a stored engine counts, but is left out."""
+        """Return the engine of each method; one with a stored engine counts, but is left out."""
         known: dict[tuple[str, Workload], EngineChoice] = {}
         found = {}
         for key, (graph, own, precision) in self._methods.items():

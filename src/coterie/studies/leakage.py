@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from coterie._util.mappings import map_values
 from coterie.data.build import build_federation
 from coterie.data.federation import SPLITS, Federation
 from coterie.engine.privacy import DPSGD
@@ -257,4 +258,4 @@ def make_table(attacks: list[LeakageResult]) -> list[Mapping[str, Any]]:
             return value
         return "infinite" if math.isinf(value) else None
 
-    return [{name: to_plain(value) for name, value in asdict(one).items()} for one in attacks]
+    return [map_values(to_plain, asdict(one)) for one in attacks]

@@ -4,8 +4,8 @@
     runs/<study>/engines.json                 the engine of each method, where "auto" chose it
     runs/<study>/federation.json              the first seed's data: clusters, labels, some samples
     runs/<study>/summary.json                 the results, reduced
-    runs/<study>/<method-label>/seed-<n>/     one run: config, metrics, edges, checkpoint, provenance;
-                                              own-code.json, of import paths
+    runs/<study>/<method-label>/seed-<n>/     one run: config, metrics, edges, checkpoint,
+                                              provenance; own-code.json, of import paths
 
 Runs are independent: they may be done in any order, in any number of processes, at once or after an
 interruption, and leave the same bytes. Each is claimed by the process that works on it, so that
@@ -67,6 +67,7 @@ from coterie.studies.jobs import FoundRuns, FoundTable, Job
 from coterie.studies.notebook import watch_in_notebook
 from coterie.studies.store import CONFIG, OWN_CODE, RunStore, compute_own_code, take_run
 
+# Hidden, so that a folder with it alone counts as one without a run.
 FAILURE_FILE = ".failure.txt"
 # PyTorch sends tensors to worker processes through files in this folder.
 SHARED_MEMORY = Path("/dev/shm")
@@ -164,6 +165,7 @@ class _PlanWork:
                 # Under the claim: nothing changes between this check and the new configuration.
                 _check_same_settings(own, self.folder / job.point)
                 files = {CONFIG: config.format_study(own).encode()}
+                # What import paths lead to has no version: its text says whether a run can go on.
                 if code := compute_own_code(own):
                     files[OWN_CODE] = json.dumps(code, indent=1).encode()
                 manifest.replace_files(folder, files)
@@ -200,7 +202,10 @@ class _PlanWork:
 
     def list_jobs(self) -> list[Job]:
         """Return every run of the plan, point by point, and seed by seed."""
-        return [job for point, study in self.studies.items() for job in list_jobs(study, point)]
+        jobs = []
+        for point, study in self.studies.items():
+            jobs += list_jobs(study, point)
+        return jobs
 
     def make_federation(self, job: Job) -> Federation:
         """Return the data of a job."""
@@ -297,7 +302,8 @@ def run_study(
             f"`coterie resume {Path(out) / study.name}`, or with tune_study"
         )
     (done,) = run_studies(
-        {"": study}, Path(out) / study.name, out=Path(out), data_dir=data_dir, workers=workers, resume=resume,
+        {"": study}, Path(out) / study.name, out=Path(out), data_dir=data_dir, workers=workers,
+        resume=resume,
         overwrite=overwrite, federation=federation, model=model, observer=observer, notes=notes,
         finished=finished, over=over,
     )  # fmt: skip
@@ -387,6 +393,7 @@ def run_studies(
             summary.write_study_files(folder / point, {engine_choice.FILE: text})
     if files:
         summary.write_study_files(folder, files)
+    # They were read from the last point to the first.
     for table in reversed(tables):
         notify_observers(table)
     # Who observes shows progress; else a notebook does.
@@ -421,25 +428,21 @@ def _do_runs(
     left = [job for job in left if job not in taken]
     if len(left) < len(jobs):
         sources = Counter(str(source.parent.parent) for source in taken.values())
-        engines = {checkpoint.load_engine_name(source) for source in taken.values()} - {""}
+        engines = set(map(checkpoint.load_engine_name, taken.values())) - {""}
         notify(FoundRuns(len(jobs), len(jobs) - len(left), sources, engines))
     # Repeated, since a run that another process began and left is taken over here.
     while waiting := [job for job in left if not find_owner(run_folder(folder, job))]:
         crew = min(workers, len(waiting))
         # A generator: data are made, and claims are looked at, when a worker becomes free.
-        given = (
-            _JobWithData(job, plan.data_to_send(job, over, crew))
-            for job in waiting
-            if _is_open(run_folder(folder, job))
-        )
+        still_open = (job for job in waiting if _is_open(run_folder(folder, job)))
+        given = (_JobWithData(job, plan.data_to_send(job, over, crew)) for job in still_open)
         mine = set()
         for one, did in (over or fan_out)(plan, given, crew, notify):
             if did:
                 mine.add(one.job)
                 notify(one.job)
-        left = [
-            job for job in left if job not in mine and not _is_complete(run_folder(folder, job))
-        ]
+        others = [job for job in left if job not in mine]
+        left = [job for job in others if not _is_complete(run_folder(folder, job))]
 
 
 def _finish_study(study: StudyConfig, folder: Path) -> Study:
@@ -471,6 +474,7 @@ def _take_equal_runs(plan: _PlanWork, jobs: Sequence[Job], store: RunStore) -> d
 
         found = store.find_equal_run(run, folder, compute_digest)
         if found is not None:
+            # Another process does this run; it is not taken a second time.
             with suppress(FolderInUse):
                 take_run(found, folder, run)
                 taken[job] = found
@@ -484,6 +488,7 @@ def _is_complete(folder: Path) -> bool:
     """
     listed = (checkpoint.FILE, *models.list_files(folder))
     optional = [name for name in listed if (folder / name).exists()]
+    # With its checkpoint the models can be written again: the run goes on to its end.
     if checkpoint.FILE in optional and _has_lost_models(folder):
         return False
     if not checkpoint.is_finished(folder):
@@ -656,7 +661,10 @@ def list_standings(study: StudyConfig, folder: Path) -> list[RunStatus]:
 def list_jobs(study: StudyConfig, point: str = "") -> list[Job]:
     """Return the runs of a study, seed by seed."""
     # Seed by seed, since a process keeps the data of one seed alone.
-    return [Job(entry.label, seed, point) for seed in study.seeds for entry in study.methods]
+    jobs = []
+    for seed in study.seeds:
+        jobs += [Job(entry.label, seed, point) for entry in study.methods]
+    return jobs
 
 
 def run_folder(folder: Path, job: Job) -> Path:
@@ -674,6 +682,7 @@ def write_failure(folder: Path, error: BaseException) -> None:
 def load_failure(folder: Path) -> str:
     """Return the error with which the last start of a run ended; "" without one."""
     try:
+        # Cut, as it is shown in one line of a table.
         return (folder / FAILURE_FILE).read_text(encoding="utf-8", errors="replace")[:300]
     except OSError:
         return ""

@@ -18,6 +18,7 @@ from typing import Any
 from coterie._util import manifest, origin
 from coterie._util.claims import claim_folder
 from coterie._util.importing import compute_module_digest
+from coterie._util.mappings import drop_empty
 from coterie.errors import ConfigError
 from coterie.methods.registry import METHODS
 from coterie.runtime import checkpoint
@@ -120,7 +121,7 @@ def _list_own_modules(run: StudyConfig) -> list[str]:
 def compute_own_code(run: StudyConfig) -> dict[str, str]:
     """Return the digest of the code of each module in a run's import paths, where it has one."""
     digests = {module: compute_module_digest(module) for module in _list_own_modules(run)}
-    return {module: digest for module, digest in digests.items() if digest}
+    return drop_empty(digests)
 
 
 def _iterate_texts(value: Any) -> Iterator[str]:
@@ -157,9 +158,10 @@ def _load_recipe(folder: Path) -> str:
 def _is_whole(folder: Path) -> bool:
     """Whether every file in the manifest of a run is as it was written."""
     names = manifest.load_digests(folder)
-    return checkpoint.FILE in names and not any(
-        manifest.describe_fault(folder, name) for name in names if name != checkpoint.BEFORE
-    )
+    # The checkpoint before the last is of no use once the run has ended.
+    needed = [name for name in names if name != checkpoint.BEFORE]
+    faults = (manifest.describe_fault(folder, name) for name in needed)
+    return checkpoint.FILE in names and not any(faults)
 
 
 def _was_made_here(noted: dict[str, Any]) -> bool:

@@ -90,7 +90,7 @@ def _parse_axis(text: str, values: Sequence[Any]) -> _SweepAxis:
                 f"sweep over {text}: found {value!r}; expected a list of {len(paths)} values, one "
                 "for each setting"
             )
-    return _SweepAxis(paths, [tuple(value) for value in values])
+    return _SweepAxis(paths, list(map(tuple, values)))
 
 
 def _split_paths(text: str) -> list[str]:
@@ -213,13 +213,17 @@ class Plan:
 
     def list_jobs(self) -> list[Job]:
         """Return every run, point by point, and seed by seed."""
-        return [job for point, study in self.points.items() for job in list_jobs(study, point)]
+        jobs = []
+        for point, study in self.points.items():
+            jobs += list_jobs(study, point)
+        return jobs
 
     def list_standings(self) -> dict[str, list[RunStatus]]:
         """Return how each run stands, by point; every file of them is read."""
-        return {
-            point: list_standings(one, self.folder / point) for point, one in self.points.items()
-        }
+        standings = {}
+        for point, one in self.points.items():
+            standings[point] = list_standings(one, self.folder / point)
+        return standings
 
 
 def load_plan(folder: str | Path, *, to_run: bool = False) -> Plan:

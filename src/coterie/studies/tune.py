@@ -22,6 +22,7 @@ import pandas as pd
 
 from coterie._util import manifest
 from coterie._util.files import check_file, prepare_file, write_atomically
+from coterie._util.mappings import map_values
 from coterie._util.settings import settable_fields
 from coterie._util.toml import parse_toml
 from coterie.engine.optim import LocalTraining
@@ -205,8 +206,8 @@ def tune_study(
     for path in grid:
         if not any(_find_setting(path, label, study) in axes for label, axes in grids.items()):
             raise ConfigError(
-                f"--grid: no method of the study has a setting {path!r}, and it is none of a run or "
-                "of local training; coterie methods lists those of methods"
+                f"--grid: no method of the study has a setting {path!r}, and it is none of a run "
+                "or of local training; coterie methods lists those of methods"
             )
     # The rounds of the trials of each pass.
     passes: dict[str, list[int | None]] = dict.fromkeys(grids, [None] * (widenings + 1))
@@ -228,7 +229,7 @@ def tune_study(
                 if observer is not None:
                     observer(trials[job])
 
-        points = {label: _list_points(axes) for label, axes in grids.items()}
+        points = map_values(_list_points, grids)
         for number in range(max(map(len, passes.values()))):
             trained = {label: own[number] for label, own in passes.items() if number < len(own)}
             for label, rounds in trained.items():
@@ -246,7 +247,8 @@ def tune_study(
                 add_trial(job)
             wider = dict(grids)
             for label, rounds in trained.items():
-                # In the order of the plan, not in that in which they ended: the first of equals wins.
+                # In the order of the plan, not in that in which they ended: the first of equals
+                # wins.
                 own = [trials[job] for job in jobs if trials[job].label == label]
                 found = [t for t in own if t.rounds == rounds and t.point in points[label]]
                 ranked = _rank_points(label, found, grids[label])
@@ -255,6 +257,7 @@ def tune_study(
                     wider[label] = _widen_grid(grids[label], ranked[0])
                     points[label] = _list_points(wider[label])
                 else:
+                    # The better half is trained again for longer; its other half is done.
                     points[label] = [one.point for one in ranked[: math.ceil(len(ranked) / 2)]]
             # No axis was extended, so another pass would try nothing new.
             if budget is None and wider == grids:
@@ -277,6 +280,7 @@ def _plan_rungs(
     if "rounds" in axes:
         raise ConfigError("--budget sets the rounds of trials; leave rounds out of the grid")
     left, rounds = len(_list_points(axes)), study.find_method(label).settings.rounds
+    # As many halvings as leave one choice; each gets an equal share of the budget.
     number = max(1, math.ceil(math.log2(left)))
     if budget * rounds < left * number:
         raise ConfigError(
@@ -303,6 +307,7 @@ class _TrialPlan:
         # Undecided: a preset of a method sets its values again after a choice.
         content = config.make_study_table(study, decided=False)
         self._entries = {entry["label"]: entry for entry in content.pop("methods")}
+        # They are of the study, whose settings the trials only vary.
         for key in ("sweep", "tune", "paper", "description"):
             content.pop(key, None)
         named = {"name": self.name, "trials_of": study.name, "seeds": list(seeds)}
@@ -395,6 +400,8 @@ def _name_trial(label: str, point: Point, others: Container[str]) -> str:
         return name
     # Too long, or two values are equal as names: a digest keeps them apart.
     digest = hashlib.blake2b(repr(point).encode(), digest_size=8).hexdigest()
+    # 60 characters keep the folder's name short, and no dot or space ends it, as Windows drops
+    # both.
     return f"{label[:60].rstrip(' .')} {digest}"
 
 
@@ -423,6 +430,7 @@ def write_result(tuned: TuningResult, folder: str | Path) -> Path:
     trials = []
     for trial in tuned.trials:
         row = {"label": trial.label, "seed": trial.seed, "metric": trial.metric}
+        # JSON has no NaN.
         row["value"] = trial.value if math.isfinite(trial.value) else None
         row |= dict(trial.point)
         if trial.rounds is not None:
@@ -502,6 +510,7 @@ def _find_edge(values: Sequence[Any], chosen: Any) -> int:
     """Return -1 or 1 where a value is the smallest or largest of a numeric axis, else 0."""
     # A bool is an int too.
     numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    # One value has no edge, and words have no order.
     if len(values) < 2 or len(numbers) < len(values):
         return 0
     return int(chosen == max(values)) - int(chosen == min(values))
