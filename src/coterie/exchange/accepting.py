@@ -46,8 +46,8 @@ class Acceptance(Configurable):
             that is three times that far from its own, measured in the median step of the cohort.
         samples: a peer counts for at most `samples` times as many training samples as the reader
             has; for a server, as the median of the cohort.
-        quarantine: peers do not read a peer for 1, 2, 4, ... rounds, up to 32,768, each time that it is
-            refused; each acceptance takes one doubling back.
+        quarantine: peers do not read a peer for 1, 2, 4, ... rounds, up to 32,768, each time that
+            it is refused; each acceptance takes one doubling back.
     """
 
     worse: Annotated[float, Ge(1)] = 1.5

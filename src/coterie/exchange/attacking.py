@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie._util.importing import import_function
+from coterie._util.mappings import prefix_keys
 from coterie._util.settings import Configurable, CustomFunction, PositiveFloat
 from coterie.errors import ConfigError, describe_unknown, require
 from coterie.exchange.base import SAMPLES, Exchange, ExchangeWrapper, Inbox, Message, Rule
@@ -280,7 +281,7 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
     def snapshot(self) -> dict[str, Tensor]:
         """Return the state that a later round depends on."""
         inner = getattr(self.inner, "snapshot", dict)()
-        return inner | {f"copied.{client}": model for client, model in self._copied.items()}
+        return inner | prefix_keys("copied.", self._copied)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `snapshot`."""

@@ -112,7 +112,7 @@ class Message:
     @property
     def row_bytes(self) -> int:
         """The payload of one client's message, in bytes."""
-        return sum(row_nbytes(part) for part in (self.params, *self.fields.values()))
+        return sum(map(row_nbytes, (self.params, *self.fields.values())))
 
 
 def messages_to_tensors(name: str, messages: Mapping[int, Message]) -> dict[str, Tensor]:
@@ -313,7 +313,7 @@ class Reply:
         index = self.index
         if rows is not None:
             index = index[rows]
-        size = row_nbytes(self.table) + sum(row_nbytes(v) for v in self.fields.values())
+        size = row_nbytes(self.table) + sum(map(row_nbytes, self.fields.values()))
         return Inbox(
             table=self.table,
             index=index,

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coterie._util.mappings import number_items, prefix_keys
 from coterie.errors import ExchangeError
 from coterie.exchange.base import (
     Inbox,
@@ -76,7 +77,7 @@ class InMemory:
         # A stopped client repeats the extras that it published last in this exchange.
         previous = self.last.get(number, message)
         assert previous.ids is not None
-        place = {client: row for row, client in enumerate(previous.ids.tolist())}
+        place = number_items(previous.ids.tolist())
         # a client that stopped before it published in this exchange has no extras to repeat
         gone = [c for c in sorted(self._stopped) if c not in here and c in place]
         rows = torch.tensor([place[c] for c in gone], dtype=torch.int64)
@@ -118,7 +119,7 @@ class InMemory:
         # The last messages serve stopped clients only.
         if not self._stopped:
             return {}
-        out = {f"stopped.{client}": row for client, row in self._stopped.items()}
+        out = prefix_keys("stopped.", self._stopped)
         return out | messages_to_tensors("last", self.last)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:

@@ -27,9 +27,9 @@ from coterie.functional.fixed_point import (
 SUMMED = "summed"
 """The extra of a message that is a sum already: of how many clients."""
 KEYS, SIGNATURE = 96, 64
-"""Bytes of a client's two public keys and the digest of its seed, and of its signature over them."""
+"""Bytes of a client's two public keys and the digest of its seed, and of the signature of them."""
 SEALED_SHARES = 82
-"""Bytes of two shares that one client encrypts for another: of 33 bytes each, and 16 that prove them."""
+"""Bytes of two shares that one client encrypts for another: 33 of each, and 16 that prove them."""
 SHARE = 33
 """Bytes of one share."""
 _DIGEST = 32

@@ -25,9 +25,9 @@ _FEWEST = 3  # of fewer messages none is typical
 def find_invalid(message: Message) -> dict[int, str]:
     """Return why messages are not valid, by the client's id.
 
-    A model must be finite, and its numbers so small that their squares are finite too. An extra must
-    be finite; NaN may stand for "no value" in an extra of several numbers, as between machines. A
-    number of samples is above 0.
+    A model must be finite, and its numbers so small that their squares are finite too. An extra
+    must be finite; NaN may stand for "no value" in an extra of several numbers, as between
+    machines. A number of samples is above 0.
     """
     assert message.ids is not None
     found: dict[int, str] = {}
@@ -89,12 +89,12 @@ def bound_messages(
         bounded = samples.clamp(max=most.to(samples.dtype))
         message = replace(message, fields={**message.fields, SAMPLES: bounded})
     if isinstance(models, Tensor) and models.shape[1:] == message.params.shape[1:]:
-        steps = torch.stack(
-            [
-                torch.linalg.vector_norm((models - row).double(), dim=1).min().cpu()
-                for row in message.params
-            ]
-        )
+        distances = []
+        for row in message.params:
+            # One row at a time: all pairs at once would take a table of as many models.
+            away = torch.linalg.vector_norm((models - row).double(), dim=1)
+            distances.append(away.min().cpu())
+        steps = torch.stack(distances)
         typical = steps.median()
         limit = FAR * rules.clip
         assert message.ids is not None

@@ -1,8 +1,8 @@
 """Low-rank adapters: their products, merged and compared without forming them.
 
 An adapter of a layer is a pair of matrices, A (r x inputs) and B (outputs x r); the layer's weight
-changes by a multiple of B A. The mean of the clients' B times the mean of their A is not the mean of
-their products, and A and B may be scaled or turned against each other without a change of B A.
+changes by a multiple of B A. The mean of the clients' B times the mean of their A is not the mean
+of their products, and A and B may be scaled or turned against each other without a change of B A.
 """
 
 import math
@@ -13,13 +13,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from coterie._util.mappings import index_by_name
 from coterie._util.settings import Configurable
 from coterie.errors import ConfigError
 from coterie.functional.aggregation import ReceivedModels, average_models, view_tensors
 from coterie.models.layout import Slot
 
+# What the names of A and of its B have, as peft calls them.
 _PARTS = (("lora_embedding_A", "lora_embedding_B"), ("lora_A", "lora_B"))
-"""What the names of A and of its B have, as peft calls them."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def find_pairs(slots: Sequence[Slot], what: str) -> tuple[AdapterPair, ...]:
     Raises:
         ConfigError: when there is none.
     """
-    by_name, found = {slot.name: slot for slot in slots}, []
+    by_name, found = index_by_name(slots), []
     for name, slot in by_name.items():
         for first, second in _PARTS:
             other = by_name.get(name.replace(first, second))
@@ -140,8 +141,8 @@ def cosine_of_products(
 ) -> Float[Tensor, "clients peers"]:
     r"""Return the cosine of the products of adapters of each pair of models, all layers together.
 
-    $\langle B_i A_i, B_j A_j \rangle = \sum (B_i^\top B_j) \circ (A_i A_j^\top)$, of matrices as small
-    as the rank. Scaling A against B, or turning them, does not change it.
+    $\langle B_i A_i, B_j A_j \rangle = \sum (B_i^\top B_j) \circ (A_i A_j^\top)$, of matrices as
+    small as the rank. Scaling A against B, or turning them, does not change it.
 
     Args:
         own: models of the hosted clients.

@@ -17,7 +17,10 @@ from jaxtyping import Bool, Float, Int
 from coterie.errors import ConfigError
 
 MOST_GROUPS = 1 << 18
-"""The largest number of arms: each is looked at in every round. 100 clients have 156,849 groups of 3."""
+"""The largest number of arms, each of which is looked at in every round.
+
+100 clients have 156,849 groups of 3.
+"""
 # Relative width of the interval in which the multiplier of Tsallis-INF is found.
 _PRECISION = 1e-12
 
@@ -212,7 +215,7 @@ def _draw_by_members(
     groups: Int[np.ndarray, "groups size"],
     noise: Float[np.ndarray, "size members"],
 ) -> int:
-    """Draw a group by its weight, member by member: so that no draw depends on the members' numbers.
+    """Draw a group by its weight, member by member: no draw depends on the members' numbers.
 
     A member is drawn by the weight of all groups with it and all drawn before. That is the same as
     drawing a group, and naming its members in random order.

@@ -30,8 +30,8 @@ def fraction_bits(cohort: int) -> int:
     """
     if cohort > MOST_CLIENTS:
         raise ConfigError(
-            f"a secure sum over {cohort} clients; expected at most {MOST_CLIENTS} in a round: lower "
-            "`participation`, or leave secure_aggregation out"
+            f"a secure sum over {cohort} clients; expected at most {MOST_CLIENTS} in a round: "
+            "lower `participation`, or leave secure_aggregation out"
         )
     return _PLACES + (cohort - 1).bit_length()
 

@@ -525,6 +525,8 @@ class CausalLm(_Positions):
         targets: Int[Tensor, "samples positions"],
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
+        # The last output predicts a token that is not there, and the first token is predicted by
+        # none.
         log = functional.log_softmax(outputs[:, :-1], -1)
         counted, known = _mask_uncounted(targets[:, 1:], self.ignore_index)
         losses = -log.gather(-1, known.unsqueeze(-1)).squeeze(-1)
@@ -621,6 +623,7 @@ class Dice(_Pixels):
     summary: ClassVar[str] = (
         "a class at each pixel: soft Dice over classes, on request with cross-entropy"
     )
+    # Without it a class that neither targets nor outputs have would be 0 / 0.
     smooth: PositiveFloat = 1.0
     cross_entropy: NonNegativeFloat = 0.0
 
@@ -639,7 +642,8 @@ class Dice(_Pixels):
         wanted = (known.unsqueeze(1) == classes).to(outputs.dtype) * there
         found = functional.softmax(outputs, 1) * there
         # Per sample and class; the loss is the mean over classes.
-        both, either = (values.flatten(2).sum(2) for values in (found * wanted, found + wanted))
+        both = (found * wanted).flatten(2).sum(2)
+        either = (found + wanted).flatten(2).sum(2)
         loss = 1 - ((2 * both + self.smooth) / (either + self.smooth)).mean(1)
         if not self.cross_entropy:
             return loss
@@ -785,10 +789,10 @@ class Quantile(_Numbers):
     ) -> Float[Tensor, " samples"]:
         """Return the loss of each sample."""
         away = targets.unsqueeze(-1) - self._split_quantiles(outputs, targets)
-        every = [
-            torch.maximum(q * away[..., i], (q - 1) * away[..., i])
-            for i, q in enumerate(self.quantiles)
-        ]
+        every = []
+        for i, q in enumerate(self.quantiles):
+            # Too low an output costs q for each unit, too high a one 1 - q.
+            every.append(torch.maximum(q * away[..., i], (q - 1) * away[..., i]))
         return flatten_entries(torch.stack(every, -1)).mean(1)
 
     def _split_quantiles(self, outputs: Tensor, targets: Tensor) -> Tensor:

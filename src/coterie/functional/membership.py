@@ -54,9 +54,8 @@ def likelihood_ratio(
         others = torch.ones(runs, dtype=torch.bool)
         # Both runs of the pair go, so that each sample is a member of half of the others.
         others[run // 2 * 2 : run // 2 * 2 + 2] = False
-        fitted = [
-            _fit_normal(values[others], inside) for inside in (member[others], ~member[others])
-        ]
+        inside, outside = member[others], ~member[others]
+        fitted = [_fit_normal(values[others], inside), _fit_normal(values[others], outside)]
         (mean_in, spread_in), (mean_out, spread_out) = fitted
         away_in, away_out = (
             (values[run] - mean_in) / spread_in,

@@ -136,6 +136,7 @@ class Metric(Configurable):
         if self.digits is not None:
             digits = f".{self.digits}f"
         if self.digits is not None and brief:
+            # A brief cell has one decimal at most: tables of many columns stay on a page.
             digits = f".{min(self.digits, 1)}f"
         if signed:
             digits = f"+{digits}"
@@ -207,11 +208,8 @@ class Metric(Configurable):
 
 # Stored records and reports hold these fields. The others say how a run computes values, which a
 # reader of its results has no use for, and a function cannot be stored.
-_SHOWN_FIELDS = tuple(
-    one.name
-    for one in fields(Metric)
-    if one.name not in ("on_request", "function", "each", "takes", "least", "most", "path")
-)
+_COMPUTING_FIELDS = {"on_request", "function", "each", "takes", "least", "most", "path"}
+_SHOWN_FIELDS = tuple(one.name for one in fields(Metric) if one.name not in _COMPUTING_FIELDS)
 
 
 def _describe_value(found: Any) -> str:
@@ -257,6 +255,8 @@ def metrics_to_store(metrics: Iterable[Metric]) -> dict[str, dict[str, Any]]:
     """
     records = {one.name: one.to_record() for one in metrics if one.name not in REGISTRY}
     for name, record in records.items():
+        # Without what is unset, so that records of runs do not grow with fields that few metrics
+        # have.
         records[name] = {key: value for key, value in record.items() if value is not None}
     return records
 
@@ -427,6 +427,7 @@ BRIER = _number_metric(
     each=True,
     takes=("class", "labels"),
     least=0.0,
+    # The worst: all of the probability on a wrong class, 1 for that class and 1 for the right one.
     most=2.0,
 )
 PERPLEXITY = _number_metric(
@@ -436,6 +437,7 @@ PERPLEXITY = _number_metric(
     "no position of a client counts",
     function=scores.perplexity,
     takes=("positions",),
+    # The exponential of a loss that is never negative.
     least=1.0,
 )
 MAE = _number_metric(
@@ -673,6 +675,7 @@ INTERACTION_CHANGE = Metric(
 # Every metric defined above, in the order of this file.
 REGISTRY = Metrics({one.name: one for one in list(globals().values()) if isinstance(one, Metric)})
 """Every metric that is built in, in the order in which tables show them."""
+# Accuracies first, by how much they say of a model; losses last, as they differ between methods.
 MAIN = (
     *(
         ACCURACY,
@@ -732,6 +735,7 @@ def find_metric(given: str | Metric | Callable[..., Any], where: str = "metrics"
     if path in named:
         return named[path]
     found = import_object(path, f"metric {path!r}")
+    # A class would be made, and not called with outputs and targets.
     if isinstance(found, type) or not callable(found):
         raise ConfigError(
             f"metric {path!r} is {found!r}; expected a function (outputs, targets), or a Metric"
@@ -837,6 +841,7 @@ def reduce_over_clients(
     # Without known clusters, all clients are one.
     if how == "sample_weighted" or label is None:
         return float((weights * values).sum() / weights.sum())
+    # Clients of a cluster by their samples, clusters by their number of clients.
     total = 0.0
     for cluster in label.unique():
         inside = label == cluster

@@ -1,8 +1,8 @@
 """Aggregation rules that bound what one member can do, whatever model and samples it claims.
 
 All models count alike: a claimed number of samples cannot be checked. Each rule is a frozen
-dataclass whose fields a study file sets, `aggregation = { kind = "trimmed-mean", share = 0.2 }`, and
-a function of `aggregation.ReceivedModels`. Sums are in float64, in the order of the models.
+dataclass whose fields a study file sets, `aggregation = { kind = "trimmed-mean", share = 0.2 }`,
+and a function of `aggregation.ReceivedModels`. Sums are in float64, in the order of the models.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +22,8 @@ from coterie.functional.aggregation import AggregationRule, ReceivedModels, aver
 from coterie.functional.variance import VarianceCorrected
 
 _CHUNK = 1 << 22  # entries that are worked on at once in float64 (32 MB)
+# Steps of the geometric median; each brings it nearer, and it ends once nothing changes.
 _STEPS = 200
-"""Steps of the geometric median; each brings it nearer, and it ends once nothing changes."""
 
 MinorityShare = Annotated[float, Ge(0), Lt(0.5)]
 
@@ -97,9 +97,10 @@ class TrimmedMean(Configurable):
         cut = _count_suspects(self.share, count)
         if 2 * cut >= count:
             cut = 0
-        parts = [
-            part.sort(dim=0).values[cut : count - cut].mean(0) for part in _split_columns(models)
-        ]
+        parts = []
+        # Column by column, so that the sorted copy of a part alone is in memory.
+        for part in _split_columns(models):
+            parts.append(part.sort(dim=0).values[cut : count - cut].mean(0))
         return torch.cat(parts).to(models)
 
 
@@ -108,8 +109,8 @@ class NormClipping(Configurable):
     """The mean of the updates, each shortened to at most a multiple of their median length.
 
     Updates are from the model that stays in use where nothing is merged. Sun, Kairouz, Suresh,
-    McMahan, Can you really backdoor federated learning?, 2019, https://arxiv.org/abs/1911.07963, who
-    give the length itself.
+    McMahan, Can you really backdoor federated learning?, 2019, https://arxiv.org/abs/1911.07963,
+    who give the length itself.
 
     Args:
         times: the multiple.
@@ -198,7 +199,8 @@ class GeometricMedian(Configurable):
         """Merge models; see `ReceivedModels`.
 
         Example:
-            >>> models = torch.tensor([[0.0, 1.0], [0.0, -1.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
+            >>> models = torch.tensor([[0.0, 1.0], [0.0, -1.0], [1.0, 0.0], [-1.0, 0.0], [0.0,
+            0.0]])
             >>> found = GeometricMedian()(ReceivedModels(models, torch.ones(5), None, models[0]))
             >>> bool(found.abs().max() < 1e-6)
             True

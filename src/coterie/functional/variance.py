@@ -42,8 +42,8 @@ class VarianceCorrected(Configurable):
         slots = [slot for slot in received.slots if len(slot.shape) > 1]
         if not slots:
             raise ConfigError(
-                "aggregation 'variance-corrected' corrects weight matrices, and no shared tensor is "
-                "one; use the mean"
+                "aggregation 'variance-corrected' corrects weight matrices, and no shared tensor "
+                "is one; use the mean"
             )
         merged = average_models(received.models, received.shares)
         for name, mean in view_tensors(merged, slots).items():

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from coterie._util import pages
 from coterie._util.importing import import_function
+from coterie._util.mappings import index_by_name, select_keys
 from coterie._util.settings import Configurable
 from coterie.engine.optim import OptimizerState
 from coterie.engine.stepwise import StepwiseTraining
@@ -327,7 +328,10 @@ class Method(Configurable, ABC):
         """Return the metrics of its rounds' reports: training loss, costs, and declared ones."""
         # From the base class to the subclass; `vars` takes only what a class declares itself, so
         # that an inherited metric is not listed twice.
-        own = [one for base in reversed(cls.__mro__) for one in vars(base).get("reports", ())]
+        own = []
+        # From the base on: a subclass may declare a metric of one name again.
+        for base in reversed(cls.__mro__):
+            own += vars(base).get("reports", ())
         for one in own:
             fits = (
                 # A metric that the registry knows under this name must be the same one in all its
@@ -337,7 +341,7 @@ class Method(Configurable, ABC):
             require(
                 fits, f"{cls.__name__}.reports", one.name, "a name that nothing else in a run has"
             )
-        return {one.name: one for one in (metrics.LOSS, *metrics.COSTS, *own)}
+        return index_by_name((metrics.LOSS, *metrics.COSTS, *own))
 
     @property
     def privacy_leak(self) -> str:
@@ -970,8 +974,9 @@ def make_variant(
     settings = ", ".join(f"{key} = {value!r}" for key, value in defaults.items() if key in hints)
     body = {
         "__module__": base.__module__,
-        "__doc__": f"{summary[0].upper()}{summary[1:]}: {base.kind} with {settings}; see `{base.__name__}`.",
-        "__annotations__": {key: hints[key] for key in defaults if key in hints},
+        "__doc__": f"{summary[0].upper()}{summary[1:]}: {base.kind} with {settings}; "
+        f"see `{base.__name__}`.",
+        "__annotations__": select_keys(hints, defaults),
     }
     # `type(base)` is the metaclass (ABCMeta). `dataclass` runs on the new class, because the
     # annotations only now redefine the fields.

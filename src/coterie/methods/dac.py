@@ -42,8 +42,8 @@ from coterie.methods.peer_table import (
 from coterie.rng import Rng
 
 Similarity = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad", "cos_product", "agreement"]
+# Similarities of what models return for a client's training data; others compare their numbers.
 _BY_OUTPUTS = ("inv_loss", "agreement")
-"""Similarities of what models return for the client's training data; others compare their numbers."""
 
 
 @dataclass(frozen=True)
@@ -460,7 +460,8 @@ class Dac(PeerMethod):
         apart = task.model.init == "per_client" and self.similarity not in _BY_OUTPUTS
         if apart:
             # Differences between the first models hide those between the data.
-            text = f"{self.kind}: {self.similarity} says little while clients start from different models (per_client)"
+            text = f"{self.kind}: {self.similarity} says little "
+            text += "while clients start from different models (per_client)"
             warnings.warn(text, stacklevel=2)
         columns = 0
         if apart and self.similarity == "cos_grad":
@@ -575,7 +576,7 @@ class Dac(PeerMethod):
                 )
             # Unused slots (-1) take any probability: nothing arrives there.
             drawn.append((peers, probability.gather(1, peers.clamp(min=0))))
-        peers, prior = (torch.cat(part) for part in zip(*drawn, strict=True))
+        peers, prior = map(torch.cat, zip(*drawn, strict=True))
         return peers, prior
 
     def _draw_from_tables(self, rnd: Round, memory: PeerTable) -> tuple[Tensor, Tensor]:
@@ -586,7 +587,7 @@ class Dac(PeerMethod):
             # As without a table: the memory is that of the end of the last round.
             probability = self.peer_probabilities(rnd.ids[rows], columns, max(rnd.index - 1, 0))
             drawn.append(memory.draw_peers(rnd, rows, probability, self.num_peers))
-        peers, prior = (torch.cat(part) for part in zip(*drawn, strict=True))
+        peers, prior = map(torch.cat, zip(*drawn, strict=True))
         return peers, prior
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:

@@ -100,6 +100,8 @@ class FedAvgM(OneModel):
 
 
 FairAvg = make_variant(
-    FedAvg, "FairAvg", "fairavg", "FedAvg with the same weight for every client", fixed=True, weights="uniform",
-    references=("Michieli, Ozay, Are all users treated fairly in federated learning systems?, 2021",),
+    FedAvg, "FairAvg", "fairavg", "FedAvg with the same weight for every client", fixed=True,
+    weights="uniform",
+    references=("Michieli, Ozay, Are all users treated fairly in federated learning systems?, 2021",
+    ),
 )  # fmt: skip

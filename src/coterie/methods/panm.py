@@ -257,7 +257,8 @@ class PanmGrad(Panm):
         # Only the second cosine needs the first models.
         apart = task.model.init == "per_client" and self.alpha < 1
         if apart:
-            text = "panm-grad: cosines of updates say little while clients start from different models (per_client)"
+            text = "panm-grad: cosines of updates say little "
+            text += "while clients start from different models (per_client)"
             warnings.warn(text, stacklevel=2)
         return task.layout.trainable * (self.alpha > 0), task.layout.trainable * apart
 

@@ -33,8 +33,8 @@ class PeerTable:
     r"""Each hosted client's similarities to a few members of the population.
 
     A row has ids in ascending order, each once, and -1 behind the last. The client itself is always
-    in it, so that a table of the whole population has the columns of a memory of all pairs. A member
-    in no column is unknown.
+    in it, so that a table of the whole population has the columns of a memory of all pairs. A
+    member in no column is unknown.
 
     Args:
         ids: members of the population; -1 for an empty column.
@@ -93,9 +93,8 @@ class PeerTable:
         mask: Bool[Tensor, "clients peers"],
     ) -> "PeerTable":
         """Return a copy with measured similarities, which all stay in it in this round."""
-        ids, values, status, count = (
-            pages.empty(*t.shape, dtype=t.dtype)
-            for t in (self.ids, self.similarity, self.status, self.count)
+        ids, values, status, count = map(
+            _empty_like, (self.ids, self.similarity, self.status, self.count)
         )
         new = PeerTable(ids, values, status, count, self.origin)
         for rows in _split_rows(len(peers)):
@@ -218,7 +217,8 @@ class PeerTable:
             draws = rnd.rng.uniform("peers", own, width)
             count = min(count, population - 1)
             order = torch.arange(count)
-            # Of n uniform draws the smallest is 1 - v^(1/n), the next the smallest of n - 1 above it.
+            # Of n uniform draws the smallest is 1 - v^(1/n), the next the smallest of n - 1 above
+            # it.
             others = (number - listed.sum(1))[:, None] - order
             steps = torch.log1p(-rnd.rng.uniform("peers outside", own, count))
             smallest = -torch.expm1((steps / others.clamp(min=1)).cumsum(1))
@@ -302,9 +302,8 @@ class _Entries:
         last = torch.iinfo(torch.int64).max
         key = self.ids.long() * (int(self.rank.max()) + 1) + self.rank
         order = torch.where(self.ids < 0, last, key).argsort(1)
-        ids, similarity, status = (
-            value.gather(1, order) for value in (self.ids, self.similarity, self.status)
-        )
+        ids, similarity = self.ids.gather(1, order), self.similarity.gather(1, order)
+        status = self.status.gather(1, order)
         valid = ids >= 0
         valid[:, 1:] &= ids[:, 1:] != ids[:, :-1]
         certain = valid & (status == OWN)
@@ -327,6 +326,11 @@ class _Entries:
         empty, at = at == size, order.gather(1, at.clamp(max=size - 1))
         for name, fill in (("ids", -1), ("similarity", 0), ("status", 0), ("count", 0)):
             getattr(table, name).copy_(getattr(self, name).gather(1, at).masked_fill_(empty, fill))
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    """Return an uninitialized tensor of the same form."""
+    return pages.empty(*tensor.shape, dtype=tensor.dtype)
 
 
 def _split_rows(rows: int) -> Iterator[slice]:

@@ -47,8 +47,8 @@ class Ppdl(PeerMethod):
     An arm is a group of $M$ other members. A client reads the mean of the models of one group,
     weighted by samples, averages it with its own model by samples, and earns the accuracy of the
     result on its validation data. By what groups earned it draws the next one: with the
-    probabilities of Tsallis-INF, among the groups that may be best. A group with $u$ members in common
-    with one that earned $r$ is taken to earn at most $\min(r + q(t) / u, 1)$, where $q(t) =
+    probabilities of Tsallis-INF, among the groups that may be best. A group with $u$ members in
+    common with one that earned $r$ is taken to earn at most $\min(r + q(t) / u, 1)$, where $q(t) =
     q_\min + (q - q_\min) 0.9^t$ does not increase.
 
     What is not in the abstract and the published summary of the paper follows the authors' code
@@ -79,6 +79,7 @@ class Ppdl(PeerMethod):
     group_size: Annotated[int, Ge(2)] = 3
     spread: Share = 0.5
     least_spread: Share = 0.07
+    # Bounds the memory of a client, whatever the number of rounds.
     num_remembered: PositiveInt = 256
     reward: Literal["accuracy", "likelihood"] | None = None
 
@@ -145,7 +146,8 @@ class Ppdl(PeerMethod):
         noise = torch.stack(draws).numpy()
         # The mean of one model is that model: with one other client nobody is read.
         for row, client in enumerate(rnd.ids.tolist() if size >= group_sum.LEAST else ()):
-            # The others are numbered without the client itself: all clients have one list of groups.
+            # The others are numbered without the client itself: all clients have one list of
+            # groups.
             ids = np.delete(np.arange(population), client)
             allowed = rnd.candidates_of(torch.tensor([row]))[0].numpy()[ids]
             group, chance = bandits.draw_group(

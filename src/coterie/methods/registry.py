@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
 from coterie._util.importing import import_class
+from coterie._util.mappings import drop_keys
 from coterie._util.settings import WithPresets, accepts, settable_fields
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, describe_unknown
@@ -112,7 +113,7 @@ def resolve_class(
             needed.append(key)
     if needed:
         return published, dict(table)
-    return method, {key: value for key, value in table.items() if key not in extra}
+    return method, drop_keys(table, extra)
 
 
 def with_published_options(method: Method) -> Method:

@@ -516,7 +516,8 @@ class SosicFlPlus(SimplexMethod):
         # A copy where some client has no personal model yet; only a copy may be trained in place.
         own = _own_or_received(memory, state.params)
         personal, more = rnd.train(
-            replace(trained, params=own), local=local, anchor=state.params, prox=self.lam, inputs=inputs,
+            replace(trained, params=own), local=local, anchor=state.params, prox=self.lam,
+            inputs=inputs,
             purpose="batches.personal", track=1, in_place=own is not memory.model,
         )  # fmt: skip
         # A client that trained has a personal model from now on.
