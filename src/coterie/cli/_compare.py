@@ -1,6 +1,7 @@
 """The commands compare, analyze and tune."""
 
 import json
+from collections.abc import Iterable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from coterie._util import origin
 from coterie._util.files import show_path
+from coterie._util.mappings import map_values
 from coterie.cli import _cluster
 from coterie.cli._stopping import explain_interruption
 from coterie.errors import ConfigError
@@ -107,9 +109,9 @@ def compare_studies(
     """Compare methods in pairs, studies with each other, or with published numbers.
 
     Of several studies, a method of one is also compared with that of the same
-    label in another, where their clients and seeds are the same. A difference is established when it is unlikely to be chance. The test pairs
-    values by seed and client, takes Student's interval over the seeds, and
-    corrects for the number of pairs. For a sweep over data or models, give the
+    label in another, where their clients and seeds are the same. A difference is established when
+    it is unlikely to be chance. The test pairs values by seed and client, takes Student's interval
+    over the seeds, and corrects for the number of pairs. For a sweep over data or models, give the
     folder of one point; or the sweep and --setting, for one table of all points.
 
     [bold]Examples[/bold]
@@ -162,7 +164,8 @@ def compare_studies(
             notes += one.verdicts
             missing += one.describe_coverage()
     else:
-        loaded = [comparing.load_result(folder) for folder in folders]
+        loaded = list(map(comparing.load_result, folders))
+        # Pairs are of equal seeds: others are named in a note and left out.
         results, missing = comparing.restrict_to_common_seeds(loaded)
         for folder in folders:
             missing += _describe_new_clients(folder)
@@ -178,6 +181,7 @@ def compare_studies(
         # Tables for a paper are of one study each.
         shown = _tables.build_side_by_side(results, metric) if format_ is None else []
         for one in found:
+            # Whole for a paper: the means with their intervals come before the pairs.
             shown += _tables.build_study_tables(one, whole=format_ is not None)
             notes += one.verdicts
         across = comparing.compare_each_two(
@@ -189,7 +193,7 @@ def compare_studies(
             notes += one.verdicts
         found = [*found, *across]
     if json_:
-        content = [comparing.to_json(one) for one in found]
+        content = list(map(comparing.to_json, found))
         typer.echo(json.dumps(content, indent=1, ensure_ascii=False))
         return
     if format_ is not None:
@@ -197,7 +201,7 @@ def compare_studies(
         for note in missing:
             typer.echo(f"note: {note}", err=True)
         write = {"latex": _tables.format_latex, "markdown": _tables.format_markdown}[format_.value]
-        typer.echo("\n".join(write(table) for table in shown), nl=False)
+        typer.echo("\n".join(map(write, shown)), nl=False)
         return
     console = Console()
     for note in missing:
@@ -334,7 +338,8 @@ def tune_study(
         float | None,
         typer.Option(
             metavar="N",
-            help="Successive halving: train all trials of a method and seed for the rounds of N runs.",
+            help="Successive halving: train all trials of a method and seed for the rounds of N "
+            "runs.",
         ),
     ] = None,
     on: _cluster.On = "local",
@@ -356,10 +361,9 @@ def tune_study(
     from coterie.studies import tune as tuning
 
     chosen = config.load_study(study, set_ or ())
-    axes: dict[str, list[Any]] = (
-        tuning.parse_grid(grid) if grid else {k: list(v) for k, v in chosen.tune.items()}
-    )
+    axes: dict[str, list[Any]] = tuning.parse_grid(grid) if grid else map_values(list, chosen.tune)
     if seeds is not None:
+        # Through a study, which reads a number of seeds and a list of them alike.
         axes["seeds"] = list(config.load_study(study, [f"seeds={config.parse_seeds(seeds)}"]).seeds)
     # The study's own seeds of tuning count when none are given.
     elif "seeds" in chosen.tune:
@@ -368,9 +372,14 @@ def tune_study(
     if not set(axes) - {"seeds"}:
         why = "seeds alone repeat one trial" if "seeds" in axes else "there is nothing to tune"
         raise ConfigError(f"{why}; give --grid lr=0.001,0.003, or [tune] in the study file")
+    # Stored with the trials: `coterie resume` continues with what was asked for here.
     asked = {"grid": axes, "widenings": widenings, "budget": budget}
     place = _cluster.RunLocation(on, cpus, gpus)
     run_tuning(chosen, asked, out, data_dir, workers, place, quiet=quiet)
+
+
+def _format_point(point: Iterable[tuple[str, Any]]) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in point)
 
 
 def run_tuning(
@@ -397,11 +406,13 @@ def run_tuning(
     from coterie.studies import tune as tuning
     from coterie.studies.run import FoundRuns
 
+    # Before hours of trials: their result must have a place.
     tuning.check_result_files(study, out)
+    # Progress goes to standard error: standard output holds what was chosen.
     console = Console(stderr=True)
 
     def show_trial(trial: tuning.Trial) -> None:
-        values = ", ".join(f"{key} = {value}" for key, value in trial.point)
+        values = _format_point(trial.point)
         values += f", {trial.rounds} rounds" * (trial.rounds is not None)
         text = (
             f"{trial.label}, seed {trial.seed}, {values}: validation {trial.metric} "
@@ -430,7 +441,7 @@ def run_tuning(
         )
     path = tuning.write_result(tuned, out)
     for one in tuned.choices:
-        values = ", ".join(f"{key} = {value}" for key, value in one.point) or "nothing to tune"
+        values = _format_point(one.point) or "nothing to tune"
         edge = f"; still at the edge: {', '.join(one.at_edge)}" if one.at_edge else ""
         typer.echo(f"{one.label}: {values} (validation {one.metric} {one.value:.5g}){edge}")
     typer.echo(f"Study: {show_path(path)}")

@@ -115,10 +115,11 @@ def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Run
         latest: dict[str, int] = {}
         for entry in studies[0].methods:
             # One more for the warm-up, round -1.
-            rounds = sum(
-                (study.scale_method(entry.label).settings.rounds + 1) * len(study.seeds)
-                for study in studies
-            )
+            rounds = 0
+            for study in studies:
+                # One more round than is set: the warm-up before the first exchange.
+                own = study.scale_method(entry.label).settings.rounds + 1
+                rounds += own * len(study.seeds)
             tasks[entry.label] = bars.add_task(entry.label, total=rounds, value="")
 
         def observe(step: Step | Note) -> None:

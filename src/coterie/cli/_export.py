@@ -1,5 +1,6 @@
 """The command export, which writes trained models for other programs."""
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +39,8 @@ def export_models(
         typer.Option(
             "--format",
             "-f",
-            help="safetensors, pt, onnx, or peft (a folder with the adapter); by default that of the "
-            "name of --out, else safetensors.",
+            help="safetensors, pt, onnx, or peft (a folder with the adapter); by default that of "
+            "the name of --out, else safetensors.",
         ),
     ] = None,
     which: Annotated[
@@ -114,6 +115,7 @@ def export_models(
     export = _Export(models, chosen, which, _find_study_name(run), force, adapter, data)
     for name, path in zip(clients, files, strict=True):
         export.write_client(name, path)
+    # Last: a file that all clients share is of use only where theirs were written.
     for path in frozen:
         export.write_frozen(path)
 
@@ -167,9 +169,12 @@ def _load_samples(data: str, models: Any, client: str | int) -> Any:
         federation = Federation.load(data)
     else:
         federation = build_federation(load_study(data).data, models.spec.seed)
+    # By the client's id in the run: rows of the stored models may be of some clients only.
     number = models.spec.ids[models.find_row(client)]
     fits = number < len(federation) and federation.features == models.spec.inputs.features
     require(fits, "--data", data, f"data of the run, with {models.client_name(client)}")
+    # Samples that exist, since a client's row is padded; sixteen show a difference as well as all
+    # would.
     return read_inputs(federation.x[number][federation.split[number] >= 0][:16])
 
 
@@ -204,7 +209,14 @@ def _write_folders(
         )
     for name, path in zip(clients, folders, strict=True):
         samples = None if data is None else _load_samples(data, models, name)
-        export_adapter_folder(models, name, path, which=which, force=force, samples=samples)  # type: ignore[arg-type]
+        export_adapter_folder(
+            models,
+            name,
+            path,
+            which=which,  # type: ignore[arg-type]
+            force=force,
+            samples=samples,
+        )
         typer.echo(f"{to_one_line(str(models.client_name(name)))}: {show_path(path)}")
 
 
@@ -280,6 +292,8 @@ def _make_file_name(client: str | int) -> str:
     text = str(client)
     if text.isdecimal():
         return f"client-{text}"
-    safe = "".join(sign if sign.isalnum() or sign in "._-" else "_" for sign in text).strip(".")
+    # No separator of folders, and nothing that a shell or another system reads as more than a
+    # sign; dots at the ends hide a file, or lead out of its folder.
+    safe = re.sub(r"[^\w.-]", "_", text).strip(".")
     # Most file systems allow 255 bytes; a character that the cut splits is left out.
     return safe.encode()[:120].decode(errors="ignore") or "client"

@@ -14,6 +14,7 @@ import typer
 
 from coterie._util import extras
 from coterie._util.files import check_folder, prepare_folder, show_path
+from coterie._util.mappings import drop_empty
 from coterie.cli import _cluster
 from coterie.errors import ConfigError, TransportError
 
@@ -22,6 +23,7 @@ net = typer.Typer(
     help="Set up a run between machines: authority, members, roster; or run a demonstration.",
 )
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The organizer's folder.")]
+# Not 2, which is a mistake in the command.
 _OPEN = 3  # the exit status when logs cannot settle something
 _SEND = "send it and roster.toml.sig to all members; running nodes adopt it within a round"
 Insecure = Annotated[
@@ -81,6 +83,7 @@ def create_authority(
         # NAME=HOST:PORT; the address itself has no "=".
         name, _, address = text.partition("=")
         request = identity.make_request(folder, name, address)
+        # By the two steps that organizer and member take, so that the files are the same.
         identity.sign_request(folder, request, name, address)
         _record_member(folder, name, address)
     typer.echo(
@@ -168,6 +171,7 @@ def sign_member(
         identity.split_address(address)  # it is dialed
     certificate = identity.sign_request(folder, request, name, address, days=days)
     record = setup.add_relay if relay else _record_member
+    # Last: a request that was refused leaves no entry in the roster.
     record(folder, name, address)
     typer.echo(
         f"send {show_path(folder / 'members' / (name + '.pem'))} to {name}; fingerprint "
@@ -400,20 +404,23 @@ def audit_logs(
     for text in overlapping.values():
         _print_wrapped(f"OPEN   {text}")
     for member, number in auditor.count_changed_by_restarts(reports).items():
+        # Said above already, and with its reason.
         if member in overlapping:
             continue
         _print_wrapped(
-            f"note   {member} signed other messages for {number} addresses after a restart; from an "
-            "older checkpoint that is innocent"
+            f"note   {member} signed other messages for {number} addresses after a restart; from "
+            "an older checkpoint that is innocent"
         )
+    # What is proved counts more than what is open.
     if wrong or proofs or any(report.problems for report in reports):
         raise typer.Exit(1)
     if unsettled or overlapping or any(report.unsettled for report in reports):
+        # Not 1: for a script, what is proved is another thing than what is not known yet.
         raise typer.Exit(_OPEN)
 
 
 def _compare_logs(reports: Sequence[Any]) -> tuple[int, int]:
-    """Compare each two logs, print what is found, and return how much is wrong and how much open."""
+    """Compare each two logs and print what is found; return how much is wrong and how much open."""
     from itertools import combinations
 
     from coterie.net import auditor
@@ -489,6 +496,7 @@ def _print_audit(report: Any) -> None:
     _print_wrapped(f"last line: {report.head[0]}, {report.head[1]}", "  ")
     table = Table(box=None, pad_edge=False, header_style="dim")
     for head in ("  member", "sent", "received", "declined", "missing", "refused"):
+        # Folded, not cut: names and counts are what the table is for.
         table.add_column(head, overflow="fold")
     for name, of in sorted(report.traffic.items()):
         row = (
@@ -701,6 +709,7 @@ def _check_model(model: str, data: str) -> None:
         federation, settings = Federation.load(data), Settings()
     else:
         study = load_study(data)
+        # Of the first seed: the translation does not depend on how the data are drawn.
         federation, settings = build_federation(study.data, study.seeds[0]), study.settings
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the reason of the engine says the same
@@ -731,6 +740,7 @@ def _describe_engine(
         )
     shape = tuple(map(int, sizes))
     layout = Layout(make_template(resolve_model(model, shape, outputs)))
+    # Two samples: with one, layers that normalize by the batch cannot train.
     x, y = torch.zeros(2, *shape), torch.zeros(2, dtype=torch.int64)
     work = Workload(train_samples=samples, batch_size=batch_size)
     with warnings.catch_warnings():
@@ -775,9 +785,10 @@ def start_nodes(
     with fleet.Fleet(files, logs=logs) as running:
         for name in files:
             running.start(name)
+        # As long as the runs take, which nobody here knows.
         statuses = running.wait(float("inf"))
     # A status of 0 is success, as of any process.
-    bad = {name: status for name, status in statuses.items() if status}
+    bad = drop_empty(statuses)
     # The logs of the nodes have the errors themselves.
     if bad:
         raise TransportError(f"some nodes failed: {bad}")

@@ -128,8 +128,10 @@ def _build_numbers_table(
     for one in measure_bias(replace(comparison, lines=lines)):
         lead = f"{REGISTRY[one.metric].heading()}: " if several else ""
         foot += f" {lead}{describe_bias(one)}"
+    # A shorter run can fall short of the paper without any other reason.
     if comparison.scale != 1:
         foot += f" Rounds scaled by {comparison.scale:g}."
+    # With several metrics each row says its own.
     if not several and rows:
         title += f" ({REGISTRY[REGISTRY.choose_main(names)].heading('test')})"
     head = ["method", "metric"] if several else ["method"]
@@ -186,12 +188,16 @@ def build_side_by_side(
         metric: this one alone.
     """
     known = results[0].known
+    # Of the first study: the tables of all have one heading.
     main = known[metric or results[0].main_metric]
     shown = [main]
     if metric is None:
+        # A metric that was asked for gets its table alone.
         shown += [one for one in known.values() if one.shown == "further" and one != main]
     # A metric that no study has gets no table.
-    there = {row["metric"] for row in chain.from_iterable(result.rows for result in results)}
+    there = set()
+    for result in results:
+        there |= {row["metric"] for row in result.rows}
     return [_build_side_by_side(results, one) for one in shown if one.name in there]
 
 
@@ -218,9 +224,11 @@ def _build_side_by_side(results: Sequence[StudyResult], metric: Metric) -> TextT
     for name in names:
         head += [name, "n"]
     title = metric.heading("test")
+    # Not `capitalize`, which would make small letters of AUROC.
     title = title[0].upper() + title[1:]
     if metric.better:
         title += f", {metric.better} is better"
+    # A metric of the whole run, such as its traffic, has no mean over clients.
     if metric.over != "run":
         title += ", mean over clients"
     marks = [SAME] if any(len(first) > 1 for first in leading) else []
@@ -249,7 +257,8 @@ def build_study_tables(one: PairComparison, *, whole: bool) -> list[TextTable]:
 
 def build_varied_table(found: VariedResults) -> TextTable:
     """Build the table of methods by the values of a setting, with intervals over seeds."""
-    title = f"{found.metric.heading('test')} by {found.setting}, 95 % intervals over n seeds in brackets"
+    title = f"{found.metric.heading('test')} by {found.setting}, "
+    title += "95 % intervals over n seeds in brackets"
     table = build_means_table(found.rows, found.pairs, found.metric, title, {})
     if not found.pairs:
         return table

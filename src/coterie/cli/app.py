@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -172,6 +173,7 @@ def run_study(
 
     changes = list(set_ or ())
     if seeds is not None:
+        # As changes of the study, so that the stored settings are the ones that were used.
         changes.append(f"seeds={config.parse_seeds(seeds)}")
     if engine is not None:
         # The text of a change is TOML, in which a JSON text is a text too.
@@ -181,6 +183,7 @@ def run_study(
         changes.append(f"scale={float(scale)!r}")
     if overwrite and resume:
         raise ConfigError("--overwrite and --resume exclude each other; give one of them")
+    # Checked whole before anything runs: a wrong setting must not show after hours.
     chosen = config.load_study(study, changes)
     where = _cluster.RunLocation(on, cpus, gpus, blocks)
     _run_and_show(
@@ -205,7 +208,7 @@ def resume_study(
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
-    """Continue an interrupted study, sweep or tuning; the results equal those of an uninterrupted one.
+    """Continue an interrupted study, sweep or tuning; results equal those of an uninterrupted one.
 
     [bold]Examples[/bold]
 
@@ -215,8 +218,10 @@ def resume_study(
     from coterie.studies.run import load_stored_study
     from coterie.studies.tune import load_request
 
+    # To run: its methods are imported and checked, which the commands that only read leave out.
     study, out = load_stored_study(folder, to_run=True)
     where = _cluster.RunLocation(on, cpus, gpus, blocks)
+    # The trials of a tuning are no study of their own: the whole tuning continues.
     if study.trials_of:
         tuned, asked = load_request(out / study.name)
         _compare.run_tuning(tuned, asked, out, data_dir, workers, where, quiet=quiet)
@@ -248,6 +253,7 @@ def list_methods(
                 console.print(f"[bold]{kind}[/bold]: {escape(str(error))}", highlight=False)
                 continue
             settings = ", ".join(f"{p.name} = {p.default}" for p in method.parameters)
+            # Escaped: brackets in texts of others would be read as styles.
             console.print(f"[bold]{kind}[/bold]: {escape(method.summary)}")
             console.print(
                 f"    {escape(settings or 'no parameters')}", style="dim", highlight=False
@@ -347,7 +353,7 @@ def list_runs(
             console.print(to_one_line(str(error)), markup=False, highlight=False, soft_wrap=True)
             continue
         # Missing and damaged runs count as not finished.
-        runs = [run for of_point in standings.values() for run in of_point]
+        runs = list(chain.from_iterable(standings.values()))
         done = sum(run.state == "finished" for run in runs)
         state = "finished" if done == len(runs) else f"{done} of {len(runs)} runs finished"
         lines = [f"{show_path(place)}  {plan.study.name}: {state}"]
@@ -397,6 +403,7 @@ def _print_trials(plan: Any, as_json: bool) -> None:
     from coterie.results import coverage
     from coterie.studies.tune import load_trial_rows
 
+    # "": trials are of one point, as a tuning has no sweep.
     standings, rows = plan.list_standings()[""], load_trial_rows(plan)
     if as_json:
         typer.echo(json.dumps(rows, indent=1, ensure_ascii=False))
@@ -409,6 +416,7 @@ def _print_trials(plan: Any, as_json: bool) -> None:
     for head in ("n", "metric", "validation"):
         table.add_column(head, justify="right")
     for row in rows:
+        # JSON has no NaN, so that a mean that is none is None here.
         value = DIVERGED.name if row["mean"] is None else f"{row['mean']:.5g}"
         table.add_row(row["label"], str(row["seeds"]), row["metric"], value)
     console.print(table)
@@ -428,6 +436,7 @@ def _print_clients(studies: Sequence[Any], as_json: bool) -> None:
         typer.echo(json.dumps(found, indent=1, ensure_ascii=False))
         return
     console = Console()
+    # A program that reads the output must not be asked to page it.
     with console.pager(styles=True) if console.is_terminal else nullcontext():
         for study in studies:
             if len(studies) > 1:
@@ -467,6 +476,7 @@ def _run_and_show(
         "coterie",
         "resume",
         str(out / study.name),
+        # Where it was set in the environment, it may not be when the command is given again.
         *(["--data-dir", str(data_dir)] if data_dir else []),
     ]
     with (
@@ -494,6 +504,7 @@ def _run_and_show(
             console.print(
                 f"{job}: {who} works on it; not in these results yet", markup=False, highlight=False
             )
+    # Standard output then holds the JSON alone.
     if not as_json:
         for one, report in zip(done, reports, strict=True):
             typer.echo(f"Runs:   {show_path(one.folder)}\nReport: {show_path(report)}")
@@ -526,6 +537,7 @@ def _exit_with_error(error: Exception) -> NoReturn:
     elif isinstance(error, CoterieError):
         own = ((ClockError, EARLY), (QuorumError, TOO_FEW))
         status = next((number for kind, number in own if isinstance(error, kind)), status)
+    # Before those of the system: some of them are RuntimeErrors of PyTorch, known by their text.
     elif OutOfMemory.matches(error):
         text = (
             "this machine has no more memory; use fewer --workers, fewer clients, or a "
@@ -559,6 +571,7 @@ def _check_words(words: Sequence[str]) -> None:
     for word in words:
         if not word:
             raise ConfigError(f"the word after {before!r} is empty; expected a value")
+        # `--out=$UNSET` becomes `--out=`, which would be read as the present folder.
         if re.fullmatch(r"--[\w-]+=", word):
             raise ConfigError(f"{word[:-1]} is empty; expected a value")
         before = word
@@ -569,6 +582,7 @@ def _suggest_setting(error: Exception) -> str:
     option = str(getattr(error, "option_name", ""))
     name = option.lstrip("-").replace("-", "_")
     words = [word for word in sys.argv[1:] if word.partition("=")[0] == option]
+    # Only these two have --set.
     if not name or not words or sys.argv[1] not in ("run", "tune"):
         return ""
     from coterie.engine.optim import LocalTraining
