@@ -13,9 +13,9 @@ __version__ = "0.1.0"
 
 
 def _find_exports(file: Path) -> dict[str, str]:
-    """Return the module of each name that a file re-exports, as type checkers see it: `A as A`, `*`.
+    """Return the module of each name that a file re-exports, as type checkers see it.
 
-    The name is the key.
+    A file re-exports what it imports by `A as A` or by `*`. The name is the key.
     """
     found: dict[str, str] = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:

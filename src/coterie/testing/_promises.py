@@ -47,9 +47,8 @@ def are_identical(a: Any, b: Any) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(are_identical, a, b))
     if dataclasses.is_dataclass(a) and type(a) is type(b):
-        return all(
-            are_identical(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a)
-        )
+        names = [f.name for f in dataclasses.fields(a)]
+        return all(are_identical(getattr(a, name), getattr(b, name)) for name in names)
     return type(a) is type(b) and bool(a == b)
 
 

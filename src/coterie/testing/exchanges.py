@@ -118,7 +118,8 @@ def _check_inbox(inbox: Inbox, peers: Tensor, step: int) -> None:
         "a message is counted with its payload in bytes"
     )
     assert not inbox.bytes[~inbox.mask].any(), "what did not arrive costs nothing"
-    # A slot in which nothing arrived has a weight all the same, and a large one: mix must ignore it.
+    # A slot in which nothing arrived has a weight all the same, and a large one: mix must ignore
+    # it.
     weights = torch.where(inbox.mask, 0.25, 7.0)
     own = torch.ones(len(peers), 3)
     mixed = inbox.mix(weights, own=own, own_weight=torch.full((len(peers),), 0.5))

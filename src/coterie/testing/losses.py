@@ -96,7 +96,8 @@ def _check_values(values: Any, number: int) -> None:
 
 
 def _check_gradient(values: Tensor, leaf: Tensor) -> None:
-    advice = "compute with torch's operations on the outputs, without .item(), .detach(), argmax or numpy"
+    advice = "compute with torch's operations on the outputs, "
+    advice += "without .item(), .detach(), argmax or numpy"
     slope = None
     if values.requires_grad:
         (slope,) = torch.autograd.grad(values.sum(), leaf, allow_unused=True)

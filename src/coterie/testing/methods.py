@@ -176,10 +176,9 @@ def run_grouped(
     """
     make = _RunFactory(federation, method, model, settings or tiny_settings())
     office = PostOffice(federation.population)
-    doors = [
-        Mailbox(office, torch.tensor(ids), server=number == server)
-        for number, ids in enumerate(groups)
-    ]
+    doors = []
+    for number, ids in enumerate(groups):
+        doors.append(Mailbox(office, torch.tensor(ids), server=number == server))
 
     def run_host(number: int) -> Loop:
         loop = make.make_loop(doors[number], Rng(seed), groups[number])

@@ -44,10 +44,9 @@ def check_transport(make: MakeTransports, *, port: int = 21000) -> None:
 
     roster, keys = make_members([[0], [1], [2]], port=port)
     roster, keys, transports = make(roster, keys)
-    posts = [
-        Post(transport, roster, make_signer(key), terms=Terms(deadline=_WAIT))
-        for transport, key in zip(transports, keys, strict=True)
-    ]
+    posts, terms = [], Terms(deadline=_WAIT)
+    for transport, key in zip(transports, keys, strict=True):
+        posts.append(Post(transport, roster, make_signer(key), terms=terms))
     try:
         _check(roster, transports, posts)
     finally:
@@ -70,8 +69,13 @@ def _check(roster: "Roster", transports: Sequence["Transport"], posts: Sequence[
         transport.serve_roster(lambda: bytes(3 * CHUNK))
     for asker in transports:
         for peer in (name for name in names if name != asker.name):
-            _await(lambda asker=asker, peer=peer: asker.ask_head(peer, "ab1", 2.0) == f"{peer} ab1".encode(),
-                   f"{peer} answers {asker.name}'s question with its nonce")  # fmt: skip
+            answer = f"{peer} ab1".encode()
+            _await(
+                lambda ask=asker.ask_head, peer=peer, answer=answer: (
+                    ask(peer, "ab1", 2.0) == answer
+                ),
+                f"{peer} answers {asker.name}'s question with its nonce",
+            )
     assert b.ask_roster(a.name, 5.0) == bytes(3 * CHUNK), "a roster arrives whole"
     assert not a.alive_members(), "who has published nothing does not take part"
 
