@@ -8,7 +8,7 @@ float64, and from itself at weights a unit of the last place away.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -112,8 +112,10 @@ class OtherForms:
         self._exact: PlainModule | None = None
         self._is_tried = False
 
-    def measure(self, rounding: Rounding, found: Sequence[Values], run: Run, limit: float) -> None:
-        """Add how far the module is from itself in these forms.
+    def measure(
+        self, rounding: Rounding, found: Sequence[Values], run: Run, limit: float
+    ) -> Iterator[None]:
+        """Add how far the module is from itself in a form, the cheaper one first; yield after each.
 
         Args:
             rounding: what it is added to.
@@ -121,12 +123,13 @@ class OtherForms:
             run: computes the same with another form.
             limit: share of the scale that is rounding in any case.
         """
+        if self._channels_last:
+            rounding.add(found, run(_replace_module(self._plain, torch.channels_last)), _MOST)
+            yield
         exact = self._run_exact(found, run, limit)
         if exact is not None:
             rounding.add(exact, found)
-        if self._channels_last:
-            other = _replace_module(self._plain, torch.channels_last)
-            rounding.add(exact or found, run(other), _MOST)
+            yield
 
     def _run_exact(self, found: Sequence[Values], run: Run, limit: float) -> list[Values] | None:
         """Return what the module computes in float64; None where it cannot, or is another one."""

@@ -15,7 +15,7 @@ import math
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +56,7 @@ _SAMPLES = 16  # of each client: half a usual batch, so that all comes to about 
 # How far weights are moved to where modules are compared, the next where the one before differs:
 # twice, since a gate may stand at its edge there too.
 _PLACES = (0.0, 1e-3, 1e-3)
+_OVER = object()  # after the last way to measure rounding
 _UNCLEAR = 0.1  # share of a quantity's scale from which a difference that rounding explains is said
 _SLOW_STEP = 0.05  # seconds of a plain step from which samples, draws and steps are fewer
 
@@ -348,15 +349,17 @@ class _Comparison:
             found.append({k: v for k, v in values.items() if not k.startswith(left_out)})
         return found
 
-    def measure_rounding(self, at: Tensor, plain: Sequence[Values], *, training: bool) -> None:
-        """Add how far the module is from itself at some weights, where it computes `plain`."""
-        moved = self.run_plain(self.shake(at, self.unit), training=training)
-        self.rounding.add(plain, moved)
+    def measure_rounding(
+        self, at: Tensor, plain: Sequence[Values], *, training: bool
+    ) -> Iterator[None]:
+        """Add how far the module is from itself, where it computes `plain`; yield after each way."""
 
         def run(form: PlainModule) -> list[Values]:
             return self.run_plain(at, training=training, form=form)
 
-        self.forms.measure(self.rounding, plain, run, self.limit)
+        self.rounding.add(plain, self.run_plain(self.shake(at, self.unit), training=training))
+        yield
+        yield from self.forms.measure(self.rounding, plain, run, self.limit)
 
     def compare(
         self,
@@ -378,12 +381,11 @@ class _Comparison:
             seen: dict[str, float] = {}
             plain = self.run_plain(at, training=training, private=private)
             pairs = list(zip(own(at), plain, strict=True))
-            gaps = [gap for a, b in pairs for gap in find_gaps(a, b, self.limit, None, seen)]
-            if gaps:
-                self.measure_rounding(at, plain, training=training)
-                gaps = []
-                for a, b in pairs:
-                    gaps += find_gaps(a, b, self.limit, self.rounding, seen)
+            ways = self.measure_rounding(at, plain, training=training)
+            gaps = self._find_all_gaps(pairs, seen)
+            # Each way costs a step or two, so the next is taken only where it is needed.
+            while gaps and next(ways, _OVER) is not _OVER:
+                gaps = self._find_all_gaps(pairs, seen)
             if not gaps:
                 for kind, size in seen.items():
                     self.compared[kind] = max(self.compared.get(kind, 0.0), size)
@@ -395,6 +397,14 @@ class _Comparison:
             first = first or max(gaps, key=lambda one: ("outputs" in one.name, one.relative))
         where = self.find_layer(rows[0], training)
         raise TranslationError(f"{first}; engine {self.ours.task.engine.name}{where}: {ADVICE}")
+
+    def _find_all_gaps(
+        self, pairs: Sequence[tuple[Values, Values]], seen: dict[str, float]
+    ) -> list[_Gap]:
+        found = list[_Gap]()
+        for own, plain in pairs:
+            found += find_gaps(own, plain, self.limit, self.rounding, seen)
+        return found
 
     def name_unclear(self, plain: Sequence[Values]) -> None:
         """Say which quantity rounding decides so much that a fault could hide in it."""
@@ -565,10 +575,12 @@ class _Comparison:
             scale = find_distance(expected, at[:, : layout.trainable])
             # What is compared are differences of weights, which round as the weights do.
             limit = max(1e-3, self.limit) * scale + 4 * torch.finfo(at.dtype).eps * find_largest(at)
-            allowed = torch.full_like(gap, limit)
+            allowed, ways = torch.full_like(gap, limit), iter(list[None]())
             if number > 1 and not bool((gap <= limit).all()):
-                self.measure_rounding(at, self.run_plain(at, training=True), training=True)
-                allowed += scale * self._list_explained(slopes)
+                plain = self.run_plain(at, training=True)
+                ways = self.measure_rounding(at, plain, training=True)
+            while not bool((gap <= allowed).all()) and next(ways, _OVER) is not _OVER:
+                allowed = limit + scale * self._list_explained(slopes)
             if not bool((gap <= allowed).all()):
                 place = int((gap - allowed).amax(0).argmax())
                 name = next(slot.name for slot in layout.slots if slot.start <= place < slot.stop)

@@ -285,7 +285,7 @@ def measure(plain, channels_last=False, limit=1e-5, found=None):
             return [{"evaluation outputs": form.module(x.to(form.dtype))}]
 
     rounding = Rounding()
-    OtherForms(plain, channels_last).measure(rounding, found or run(plain), run, limit)
+    list(OtherForms(plain, channels_last).measure(rounding, found or run(plain), run, limit))
     return rounding.sizes.get("evaluation outputs")
 
 
