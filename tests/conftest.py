@@ -18,6 +18,7 @@ OPTIONAL = ("mlflow", "wandb", "hub")
 """Extras that requirements-dev.txt leaves out: tests that need one skip, in CI too."""
 MAY_SKIP = (
     *(f"the extra {name} is not installed" for name in OPTIONAL),
+    "no flwr_datasets: it takes no newest datasets",
     "no history: the clone is shallow",
     "no emulator of ARM",
     "no other compiler",

@@ -34,8 +34,9 @@ def fedavg_weights(
         Weights of the slots and of the client's own model; a row sums to 1.
 
     Example:
-        >>> fedavg_weights(torch.tensor([[1.0, 2.0]]), torch.tensor([1.0]), torch.tensor([[True,
-        True]])) (tensor([[0.2500, 0.5000]]), tensor([0.2500]))
+        >>> samples, mask = torch.tensor([[1.0, 2.0]]), torch.tensor([[True, True]])
+        >>> fedavg_weights(samples, torch.tensor([1.0]), mask)
+        (tensor([[0.2500, 0.5000]]), tensor([0.2500]))
     """
     return normalize_weights(torch.where(mask, samples, 0), own)
 

@@ -199,8 +199,8 @@ class GeometricMedian(Configurable):
         """Merge models; see `ReceivedModels`.
 
         Example:
-            >>> models = torch.tensor([[0.0, 1.0], [0.0, -1.0], [1.0, 0.0], [-1.0, 0.0], [0.0,
-            0.0]])
+            >>> corners = [[0.0, 1.0], [0.0, -1.0], [1.0, 0.0], [-1.0, 0.0]]
+            >>> models = torch.tensor([*corners, [0.0, 0.0]])
             >>> found = GeometricMedian()(ReceivedModels(models, torch.ones(5), None, models[0]))
             >>> bool(found.abs().max() < 1e-6)
             True

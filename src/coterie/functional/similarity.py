@@ -65,8 +65,10 @@ def agree_on_predictions(
     Example:
         >>> yes, no = torch.tensor([[0.0, 50.0]]), torch.tensor([[50.0, 0.0]])
         >>> some = torch.tensor([1])
-        >>> agree_on_predictions("class", yes, yes, some), agree_on_predictions("class", yes, no,
-        some) (1.0, 0.0)
+        >>> agree_on_predictions("class", yes, yes, some)
+        1.0
+        >>> agree_on_predictions("class", yes, no, some)
+        0.0
 
     References:
         Wagner, Fan, Jaggi, Personalized collaborative fine-tuning for on-device large language

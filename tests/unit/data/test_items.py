@@ -235,7 +235,9 @@ _PARTITIONERS: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", _PARTITIONERS)
 def test_each_partitioner_of_flower_gives_its_own_rows(name):
     """The package itself, which no extra has: its newest version does not take the newest datasets."""
-    partitioners = pytest.importorskip("flwr_datasets.partitioner")
+    partitioners = pytest.importorskip(
+        "flwr_datasets.partitioner", reason="no flwr_datasets: it takes no newest datasets"
+    )
     datasets = pytest.importorskip("datasets")
     drawn = np.random.default_rng(0)
     rows = datasets.Dataset.from_dict(
