@@ -4,7 +4,8 @@ One part of the check of the translation. How much rounding moves a result depen
 PyTorch adds the gradient of a convolution's bias term by term over all places, a batch
 normalization subtracts a mean from values that are close to it, and a ReLU at its edge opens or
 shuts. So what rounding explains is measured: how far the untouched module is from itself in
-float64, and from itself at weights a unit of the last place away.
+float64, and from itself where its weights, or what its layers return, are a unit of the last place
+away.
 """
 
 import math
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from coterie.models.given import copy_deeply
 from coterie.runtime._plain import PlainModule, Values
@@ -130,6 +131,9 @@ class OtherForms:
         if exact is not None:
             rounding.add(exact, found)
             yield
+        # Last: a program may add a bias first, and round once for each product that follows.
+        rounding.add(found, run(_disturb_layers(self._plain)))
+        yield
 
     def _run_exact(self, found: Sequence[Values], run: Run, limit: float) -> list[Values] | None:
         """Return what the module computes in float64; None where it cannot, or is another one."""
@@ -167,6 +171,23 @@ def _widen(plain: PlainModule) -> PlainModule | None:
         return _replace_module(plain, torch.float64)
     except Exception:  # a device without float64, or a module that refuses it
         return None
+
+
+def _disturb_layers(plain: PlainModule) -> PlainModule:
+    """Return the module with what each layer returns moved by a unit of the last place."""
+    module, stream = copy_deeply(plain.module), torch.Generator().manual_seed(0)
+    unit = UNITS[plain.roundoff]
+
+    def disturb(layer: nn.Module, inputs: object, output: object) -> object:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        noise = 2 * torch.rand(output.shape, generator=stream).to(output) - 1
+        return output + unit * noise * output.detach()
+
+    for layer in module.modules():
+        if layer is not module and not list(layer.children()):
+            layer.register_forward_hook(disturb)
+    return replace(plain, module=module)
 
 
 def _replace_module(plain: PlainModule, form: torch.dtype | torch.memory_format) -> PlainModule:
