@@ -220,7 +220,10 @@ def _select_methods(
     patterns = list(methods)
     if isinstance(methods, str):
         patterns = [one.strip() for one in methods.split(",")]
-    chosen = [run for run in runs if any(fnmatchcase(run.label, pattern) for pattern in patterns)]
+    chosen = []
+    for run in runs:
+        if any(fnmatchcase(run.label, pattern) for pattern in patterns):
+            chosen.append(run)
     if asked and not chosen:
         labels = ", ".join(dict.fromkeys(run.label for run in runs))
         raise ConfigError(f"methods is {', '.join(patterns)!r}; the runs here are of: {labels}")
@@ -241,8 +244,11 @@ def _name_runs(runs: Sequence[StoredRun]) -> list[tuple[str, StoredRun]]:
 def _name_by_setting(runs: Sequence[StoredRun], setting: str) -> list[tuple[str, StoredRun]]:
     """Return the runs that have a setting, named by label and value, in the order of values."""
     setting, called = split_setting(setting)
-    found = [(find_value(run.config, setting), run) for run in runs]
-    found = [(value, run) for value, run in found if value is not None]
+    found = []
+    for run in runs:
+        value = find_value(run.config, setting)
+        if value is not None:
+            found.append((value, run))
     if not found:
         raise DataError(
             f"no finished run here has a setting {setting}; give its path, as in [sweep]"

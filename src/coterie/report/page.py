@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from coterie._util.files import check_replaceable, prepare_file, write_atomically
-from coterie._util.mappings import drop_keys
+from coterie._util.mappings import drop_empty, drop_keys
 from coterie._util.names import format_clients, shorten_text
 from coterie.functional.metrics import EPSILON, Metric
 from coterie.report.data import build_empty_payload, build_payload
@@ -229,7 +229,10 @@ def render_client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metr
         for client in ids:
             # A seed whose data leave the metric undefined does not count; one in which the model
             # diverged does: then there is no mean.
-            known = [float(own.loc[client]) for own in values if client in own.index]
+            known = []
+            for own in values:
+                if client in own.index:
+                    known.append(float(own.loc[client]))
             mean = sum(known) / len(known) if known else math.nan
             shown = mean if math.isfinite(mean) else None
             cells.append(render_cell(shown, metric.format_value(shown)))
@@ -268,7 +271,8 @@ def render_notes(notes: Sequence[str]) -> str:
 
 def render_study_description(config: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     """Render the study in words, as a list of terms and descriptions."""
-    settings, local, model = (config.get(key) or {} for key in ("data", "local", "model"))
+    settings, local = config.get("data") or {}, config.get("local") or {}
+    model = config.get("model") or {}
     compared = [f"{method['label']} ({method['kind']})" for method in data["methods"]]
     in_pairs = ""
     if data.get("pairs", {}).get("families"):
@@ -299,7 +303,7 @@ def render_study_description(config: Mapping[str, Any], data: Mapping[str, Any])
 def _describe_clients(settings: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     """Describe how many clients there are, with their names, and their numbers of samples."""
     text = f"{len(data['cluster'])}"
-    names = {client: name for client, name in enumerate(data.get("names") or ()) if name}
+    names = drop_empty(dict(enumerate(data.get("names") or ())))
     if names:
         text += f" ({format_clients(names, names)})"
     if settings.get("train"):
@@ -387,9 +391,10 @@ def render_result_table(data: Mapping[str, Any], metric: Metric) -> str:
     """Render the table of one metric: methods by clusters, and over all clients."""
     # A metric of the whole run has one value: no clusters, no clients.
     whole = metric.over == "run"
-    rows = [row for row in data["results"]["rows"] if row["metric"] == metric.name]
-    if whole:
-        rows = [row for row in rows if row["cluster"] == "all"]
+    rows = []
+    for row in data["results"]["rows"]:
+        if row["metric"] == metric.name and (row["cluster"] == "all" or not whole):
+            rows.append(row)
     columns = list(dict.fromkeys(row["cluster"] for row in rows))
     names = {"all": "whole run"} if whole else MEANS
     head = "".join(f'<th scope="col">{escape(names.get(c) or c)}</th>' for c in columns)
@@ -408,7 +413,8 @@ def render_result_table(data: Mapping[str, Any], metric: Metric) -> str:
         # All cells of a method are over the same seeds.
         seeds = next(reversed(cells.values()))["seeds"]
         line = [f'<th scope="row">{escape(label)}</th><td>{seeds}</td>']
-        line += [_render_mean(cells.get(column), metric, leading[column]) for column in columns]
+        for column in columns:
+            line.append(_render_mean(cells.get(column), metric, leading[column]))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
     caption = _describe_result_table(metric, [leading[column] for column in columns], rows)
     return (
@@ -464,7 +470,8 @@ def render_gain_table(data: Mapping[str, Any], metric: Metric) -> str:
     body = []
     for row in gains["rows"]:
         line = [f'<th scope="row">{escape(row["label"])}</th><td>{row["seeds"]}</td>']
-        line += [_render_gain(row, name, metric) for name in ("mean", "worst_tenth", "lost")]
+        for name in ("mean", "worst_tenth", "lost"):
+            line.append(_render_gain(row, name, metric))
         body.append(f'<tr data-label="{escape(row["label"])}">{"".join(line)}</tr>')
     unit = f"{metric.heading('test')}, signed so that + is better"
     if metric.unit == "%":
@@ -495,8 +502,8 @@ def _render_gain(row: Mapping[str, Any], name: str, metric: Metric) -> str:
         # Student's interval of a share can leave [0, 1].
         if name == "lost":
             low, high = max(low, 0.0), min(high, 1.0)
-        ends = [kind.format_value(end, signed=signed) for end in (low, high)]
-        text += f" <small>[{', '.join(ends)}]</small>"
+        lower, upper = kind.format_value(low, signed=signed), kind.format_value(high, signed=signed)
+        text += f" <small>[{lower}, {upper}]</small>"
     css = ""
     if name == "mean" and row["mean_established"]:
         css = "worse" if row[name] < 0 else "better"

@@ -269,7 +269,10 @@ def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFi
     rows, named = [], set()
     groups = group_by_name(runs)
     for place, (name, group) in enumerate(groups.items()):
-        done = [run.defined_values(shown.name) for run in group if run.is_finished]
+        done = []
+        for run in group:
+            if run.is_finished:
+                done.append(run.defined_values(shown.name))
         if not done:
             continue
         ids, cluster = done[0].index.to_numpy(np.int64), group[0].client_clusters
@@ -483,8 +486,11 @@ def _sum_reads(group: Sequence[StoredRun], start: int = 0) -> np.ndarray:
     """Count how often each client used each other's model from a round on, all seeds together."""
     # Seeds can name different numbers of clients; matrices must agree to be added.
     population = max(run.population for run in group)
-    tables = [run.edges.loc[(run.edges["round"] >= start).to_numpy()] for run in group]
-    return np.sum([graph.count_reads(table, population) for table in tables], axis=0)
+    total = np.zeros((population, population), dtype=np.int64)
+    for run in group:
+        table = run.edges.loc[(run.edges["round"] >= start).to_numpy()]
+        total += graph.count_reads(table, population)
+    return total
 
 
 def pad_planted_clusters(group: Sequence[StoredRun], population: int) -> np.ndarray:
@@ -512,11 +518,12 @@ def _build_final_table(runs: NamedRuns, metric: str, cluster: str) -> pd.DataFra
     """Build the table of the final test value of each method, mean and deviation over seeds."""
     rows = []
     for name, group in group_by_name(runs).items():
-        values = np.array(
-            [compute_final_mean(run, metric, cluster) for run in group if run.is_finished]
-        )
-        if len(values):
-            rows.append((name, *summary.mean_std_over_seeds(values), len(values)))
+        values = []
+        for run in group:
+            if run.is_finished:
+                values.append(compute_final_mean(run, metric, cluster))
+        if values:
+            rows.append((name, *summary.mean_std_over_seeds(np.array(values)), len(values)))
     if not rows:
         raise DataError("no run here has come to its final evaluation")
     return pd.DataFrame(rows, columns=["method", "mean", "std", "seeds"])
@@ -527,7 +534,9 @@ def compute_final_mean(run: StoredRun, metric: str, cluster: str) -> float:
     means = compute_cluster_means(run, metric)
     planted = [key for key in means if isinstance(key, int)]
     names: dict[Any, str] = dict(load_cluster_names(run.folder.parent.parent, planted))
-    found = {names.get(key, str(key)): value for key, value in means.items()}
+    found = {}
+    for key, value in means.items():
+        found[names.get(key, str(key))] = value
     if cluster not in found:
         raise ConfigError(f"cluster is {cluster!r}; expected one of: {', '.join(map(str, found))}")
     return found[cluster]
@@ -656,8 +665,11 @@ def draw_sweep(
     called = dict(map(split_setting, setting.split(",")))
     asked = [*called]
     points = []
-    found = [(run, [find_setting(run, one) for one in asked]) for _, run in runs]
-    found = [(run, values) for run, values in found if run.is_finished and None not in values]
+    found = []
+    for _, run in runs:
+        values = [find_setting(run, one) for one in asked]
+        if run.is_finished and None not in values:
+            found.append((run, values))
     for (run, values), (label, rest) in zip(found, name_runs(found, asked), strict=True):
         mean = compute_final_mean(run, shown.name, cluster)
         points.append((label + rest, run.method_kind + rest, *values, mean))
@@ -719,8 +731,9 @@ def _draw_grid(axes: Axes, table: pd.DataFrame, called: Mapping[str, str], metri
     axes.grid(visible=False)
     axes.set_xticks(range(grid.shape[1]), [f"{v:g}" for v in grid.columns])
     axes.set_yticks(range(grid.shape[0]), [f"{v:g}" for v in grid.index])
-    down, across = (SETTING_TITLES.get(name, name) for name in called.values())
-    axes.set(xlabel=across, ylabel=down)
+    # The first setting is the rows of the grid, the second its columns.
+    down, across = called.values()
+    axes.set(xlabel=SETTING_TITLES.get(across, across), ylabel=SETTING_TITLES.get(down, down))
     axes.figure.colorbar(image, ax=axes, label=format_axis_label(metric))
 
 
@@ -785,10 +798,13 @@ def _reduce_over_seeds(table: pd.DataFrame, first: str, others: Sequence[str]) -
     grouped = table.groupby([first, *others], sort=True, observed=True)["value"]
     # Not pandas' own mean, which leaves NaN out: a seed that diverged is no seed less.
     reduced = grouped.agg(mean=_mean_over_seeds, std=_std_over_seeds, seeds="size").reset_index()
-    intervals = list(map(compute_mean_interval, reduced.to_dict("records")))
-    for place, name in enumerate(("low", "high")):
-        reduced[name] = [math.nan if one is None else one[place] for one in intervals]
-    return reduced
+    # Without an interval, as of one seed, both of its ends are NaN.
+    intervals = np.full((len(reduced), 2), np.nan)
+    for row, record in enumerate(reduced.to_dict("records")):
+        interval = compute_mean_interval(record)
+        if interval is not None:
+            intervals[row] = interval
+    return reduced.assign(low=intervals[:, 0], high=intervals[:, 1])
 
 
 def _mean_over_seeds(values: pd.Series) -> float:

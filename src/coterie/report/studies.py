@@ -43,7 +43,8 @@ def write_studies(
         raise DataError(f"a study was given twice: {', '.join(map(str, folders))}; give each once")
     if out is None:
         # The parents: of a single study the common path would be its own folder.
-        out = Path(os.path.commonpath([resolve_path(one).parent for one in folders])) / PAGE
+        parents = [resolve_path(one).parent for one in folders]
+        out = Path(os.path.commonpath(parents)) / PAGE
     check_replaceable(out, BEGINNING)
     path = prepare_file(out)
     sections = []
@@ -92,7 +93,8 @@ def render_studies(sections: Sequence[_StudySection]) -> str:
     notes, parts = [], []
     for section in sections:
         lines = coverage.describe_coverage(section.content)
-        notes += [f"{section.name}: {line}" for line in lines]
+        for line in lines:
+            notes.append(f"{section.name}: {line}")
         link = f'<a href="{escape(section.link)}">The report of this study</a>'
         parts.append(f"<h2>{escape(section.name)}</h2><p>{link}</p>")
         parts.append(_render_verdicts(section))
@@ -122,7 +124,8 @@ def _render_table(sections: Sequence[_StudySection]) -> str:
     body = []
     for label in labels:
         line = [f'<th scope="row">{escape(label)}</th>']
-        line += [_render_mean(section, label) for section in sections]
+        for section in sections:
+            line.append(_render_mean(section, label))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
     unranked = "".join(f"{line}. " for line in pairs.describe_unranked(rows))
     caption = (
@@ -165,7 +168,7 @@ def _render_verdicts(section: _StudySection) -> str:
     lines = ""
     for pair in section.pairs:
         # Labels may contain commas: `quote` encodes them, so that a plain comma separates.
-        named = ",".join(quote(label, safe="") for label in (pair.method_a, pair.method_b))
+        named = f"{quote(pair.method_a, safe='')},{quote(pair.method_b, safe='')}"
         text = escape(pairs.describe_pair(pair, section.metric))
         lines += f'<li><a href="{section.format_link(pair=named)}">{text}</a></li>'
     nothing = "<p>Nothing to compare: fewer than two methods finished.</p>"

@@ -1,6 +1,6 @@
 """Compare the methods of one study with those of another, paired by seed and client."""
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
@@ -9,8 +9,14 @@ from coterie._util.mappings import drop_keys
 from coterie.functional.metrics import Metric
 from coterie.results import pairs
 from coterie.results.pairs import Pair
-from coterie.results.selection import select_compared_runs
-from coterie.results.stored_runs import StoredRun, collect_metrics, load_cluster_names, main_metric
+from coterie.results.selection import collect_seeds, select_compared_runs, select_seeds
+from coterie.results.stored_runs import (
+    StoredRun,
+    collect_metrics,
+    group_by_label,
+    load_cluster_names,
+    main_metric,
+)
 from coterie.results.summary import compare_methods
 
 # Settings of how results are stored and made, which do not change them.
@@ -39,9 +45,11 @@ class CrossComparison:
     @property
     def verdicts(self) -> list[str]:
         """The notes, and what is established of each pair."""
-        if self.metric is None:
-            return [*self.notes]
-        return [*self.notes, *(pairs.describe_pair(pair, self.metric) for pair in self.pairs)]
+        lines = list(self.notes)
+        if self.metric is not None:
+            for pair in self.pairs:
+                lines.append(pairs.describe_pair(pair, self.metric))
+        return lines
 
 
 def compare_across(
@@ -67,16 +75,16 @@ def compare_across(
         share: see `pairs.select_pairs`.
     """
     names = first[0], second[0]
-    groups = [select_compared_runs(runs) for _, runs in (first, second)]
-    seeds = {run.seed for run in groups[0]} & {run.seed for run in groups[1]}
-    groups = [[run for run in group if run.seed in seeds] for group in groups]
+    groups = [select_compared_runs(first[1]), select_compared_runs(second[1])]
+    seeds = collect_seeds(groups[0]) & collect_seeds(groups[1])
+    groups = [select_seeds(group, seeds) for group in groups]
     if obstacle := _find_obstacle(names, groups):
         return CrossComparison(names, None, (), (obstacle,))
-    labels = [list(dict.fromkeys(run.label for run in group)) for group in groups]
+    labels = [list(group_by_label(group)) for group in groups]
     name = metric or main_metric([*groups[0], *groups[1]])
     # Which metrics are computed is no difference where both have the one that is compared.
     ignored = _NO_DIFFERENCE
-    if all(any((run.metrics["metric"] == name).any() for run in group) for group in groups):
+    if _has_metric(groups[0], name) and _has_metric(groups[1], name):
         ignored = (*ignored, "metrics", "extra_metrics")
     differences = _list_differences(groups[0][0].config, groups[1][0].config, ignored)
     own_settings = set()
@@ -84,24 +92,27 @@ def compare_across(
         own_settings |= set(run.method_settings)
     own_settings -= {"kind", "label", "paper"}
     titles = _name_studies(names, differences, own_settings)
-    shared = [label for label in labels[0] if label in labels[1]]
-    if baseline is not None:
-        shared = [label for label in shared if label == baseline]
+    shared = []
+    for label in labels[0]:
+        if label in labels[1] and baseline in (None, label):
+            shared.append(label)
     changed = dict[str, list[_Difference]]()
     for label in shared:
-        own_methods = [_find_method(group, label) for group in groups]
-        changed[label] = _list_differences(own_methods[0], own_methods[1], ignored)
+        one, other = _find_method(groups[0], label), _find_method(groups[1], label)
+        changed[label] = _list_differences(one, other, ignored)
     # Methods of both studies may have one label: what is behind it keeps them apart.
     called: list[dict[str, str]] = []
     for place in (0, 1):
         behind = dict.fromkeys(labels[place], titles[place])
         # Studies that are equal but for a method: that one is named by its own settings.
         if not differences:
-            behind |= {one: _name_methods(names, own)[place] for one, own in changed.items()}
+            for label, own_differences in changed.items():
+                behind[label] = _name_methods(names, own_differences)[place]
         called.append({label: f"{label} ({title})" for label, title in behind.items()})
     renamed = []
     for name_of, group in zip(called, groups, strict=True):
-        renamed += [_rename_run(run, name_of[run.label]) for run in group]
+        for run in group:
+            renamed.append(_rename_run(run, name_of[run.label]))
     # Without an order, since a pair has the better method first.
     wanted = set()
     for a in labels[0]:
@@ -109,8 +120,8 @@ def compare_across(
             if (a == b and a in shared) or (not shared and baseline is None):
                 wanted.add(frozenset((called[0][a], called[1][b])))
     known = collect_metrics(renamed)[name]
-    clusters = {int(cluster) for cluster in groups[0][0].client_clusters.unique() if cluster >= 0}
-    planted = load_cluster_names(groups[0][0].folder.parent.parent, clusters)
+    any_run = groups[0][0]
+    planted = load_cluster_names(any_run.folder.parent.parent, any_run.known_clusters)
     found = [pair for pair in compare_methods(renamed, planted) if pair.key in wanted]
     own = pairs.select_pairs(found, metric=known.name, cluster=cluster, share=share)
     both = f"{names[0]} and {names[1]}"
@@ -131,7 +142,15 @@ def correct_together(found: Sequence[CrossComparison]) -> list[CrossComparison]:
     # Corrected together: all of them are asked in one comparison.
     asked = list(chain.from_iterable(one.pairs for one in found))
     corrected = iter(pairs.correct_p_values(asked))
-    return [replace(one, pairs=list(islice(corrected, len(one.pairs)))) for one in found]
+    comparisons = []
+    for one in found:
+        comparisons.append(replace(one, pairs=list(islice(corrected, len(one.pairs)))))
+    return comparisons
+
+
+def _has_metric(runs: Iterable[StoredRun], name: str) -> bool:
+    """Whether any of the runs recorded a metric."""
+    return any((run.metrics["metric"] == name).any() for run in runs)
 
 
 def _find_obstacle(names: tuple[str, str], groups: Sequence[Sequence[StoredRun]]) -> str:
@@ -159,12 +178,17 @@ def _find_obstacle(names: tuple[str, str], groups: Sequence[Sequence[StoredRun]]
 
 def _have_other_data(groups: Sequence[Sequence[StoredRun]]) -> bool:
     """Whether runs of two studies noted other data for one seed: a file or a function changed."""
-    digests = [{run.seed: run.provenance.get("data") for run in group} for group in groups]
-    for seed, digest in digests[0].items():
-        other = digests[1].get(seed)
+    others = _collect_digests(groups[1])
+    for seed, digest in _collect_digests(groups[0]).items():
+        other = others.get(seed)
         if digest and other and digest != other:  # runs of nodes note none
             return True
     return False
+
+
+def _collect_digests(runs: Iterable[StoredRun]) -> dict[int, str | None]:
+    """Return the digest of the data of each seed; None where no run noted it."""
+    return {run.seed: run.provenance.get("data") for run in runs}
 
 
 def describe_clients(cluster: str) -> str:
@@ -194,11 +218,11 @@ def _list_differences(
     a: Mapping[str, Any], b: Mapping[str, Any], ignored: Sequence[str]
 ) -> list[_Difference]:
     """Return the settings outside the methods in which two runs differ, with both values."""
-    flat = [dict(_iterate_settings("", one)) for one in (a, b)]
+    first, second = dict(_iterate_settings("", a)), dict(_iterate_settings("", b))
     out = []
-    for key in dict.fromkeys([*flat[0], *flat[1]]):
-        if key not in ignored and flat[0].get(key) != flat[1].get(key):
-            out.append((key, flat[0].get(key), flat[1].get(key)))
+    for key in {**first, **second}:
+        if key not in ignored and first.get(key) != second.get(key):
+            out.append((key, first.get(key), second.get(key)))
     return out
 
 
@@ -218,7 +242,7 @@ def _iterate_settings(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def _name_studies(
-    names: tuple[str, str], differences: Sequence[_Difference], own_settings: Container[str]
+    names: tuple[str, str], differences: Sequence[_Difference], own_settings: Set[str]
 ) -> tuple[str, str]:
     """Name two studies by a few settings in which they differ, else by their own names.
 
@@ -228,7 +252,7 @@ def _name_studies(
         own_settings: what methods set for themselves: these were not trained with the study's.
     """
     keys = [path.rpartition(".")[-1] for path, *_ in differences]
-    if not 0 < len(keys) <= _MOST_DIFFERENCES or any(key in own_settings for key in keys):
+    if not 0 < len(keys) <= _MOST_DIFFERENCES or not own_settings.isdisjoint(keys):
         return names
     return _name_by_settings(differences)
 

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from coterie._util.mappings import drop_empty
+
 RunState = Literal["finished", "unfinished", "damaged", "missing"]
 
 
@@ -45,7 +47,7 @@ def find_common_seeds(finished: Mapping[str, Collection[int]]) -> list[int]:
         [0, 2]
     """
     # A method without any finished seed would leave no common one.
-    known = [set(seeds) for seeds in finished.values() if seeds]
+    known = list(map(set, drop_empty(finished).values()))
     return sorted(set.intersection(*known)) if known else []
 
 

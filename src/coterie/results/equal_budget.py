@@ -183,7 +183,9 @@ def rank_runs(
         rows.append(row)
         # Of a method that has not been measured by then there is nothing to pair.
         if all(map(len, found)):
-            values[label] = {run.seed: one for run, one in zip(group, found, strict=True)}
+            values[label] = {}
+            for run, one in zip(group, found, strict=True):
+                values[label][run.seed] = one
     sign = metrics.REGISTRY[metric].sign
     # NaN last, then the best first.
     rows.sort(key=lambda row: (math.isnan(row.value), -sign * row.value))

@@ -107,7 +107,7 @@ def export_model(
     if adapter:
         tensors = {one.name: tensors[one.name] for one in models.spec.state if one.start >= 0}
     # Whole numbers, such as a count of batches, have no NaN.
-    floats = [tensor for tensor in tensors.values() if tensor.is_floating_point()]
+    floats = filter(Tensor.is_floating_point, tensors.values())
     if not all(bool(torch.isfinite(tensor).all()) for tensor in floats):
         warnings.warn(
             f"the model of {models.client_name(client)} has NaN or infinity: it diverged",
@@ -252,7 +252,9 @@ def _build_onnx_program(models: Models, client: int | str, which: Which) -> torc
     shapes: Any = tuple({0: batch} for _ in args)
     if named and not args:
         shapes = {name: {0: batch} for name in named}
-    names = ["input"] if len(args) == 1 else [f"input_{place}" for place in range(len(args))]
+    names = ["input"]
+    if len(args) != 1:
+        names = [f"input_{place}" for place in range(len(args))]
     try:
         with warnings.catch_warnings():
             # The exporter warns about itself, which its caller can do nothing about.

@@ -16,6 +16,7 @@ import pandas as pd
 from jaxtyping import Bool, Float
 from scipy import stats
 
+from coterie._util.mappings import select_keys
 from coterie.functional.metrics import Metric
 from coterie.functional.paired import (
     CONFIDENCE,
@@ -129,7 +130,9 @@ def compare_pairs(
     known: list[int] = []
     # A metric of a whole run has one value, so it has no clusters.
     if metric.over != "run":
-        found = set().union(*(own.unique() for own in planted.values()))
+        found = set()
+        for own in planted.values():
+            found.update(own.unique())
         known = sorted(int(cluster) for cluster in found if cluster >= 0)
     columns = [names.get(cluster, str(cluster)) for cluster in known]
     columns += ["all", "clusters"] if known else ["all"]
@@ -141,9 +144,9 @@ def compare_pairs(
         ids = planted[seed].index
         table, there = _stack_values([own.get(seed) for own in values.values()], ids)
         # [groups, clients]: the planted clusters, then everybody.
-        member = np.stack(
-            [*(planted[seed].to_numpy() == c for c in known), np.ones(len(ids), bool)]
-        )
+        member = np.ones((len(known) + 1, len(ids)), dtype=bool)
+        for group, cluster in enumerate(known):
+            member[group] = planted[seed].to_numpy() == cluster
         for m in range(len(labels)):
             means[s, m], wins[s, m], counts[s, m] = _compare_with_each(
                 m, metric.sign * table, there, member, len(columns)
@@ -304,10 +307,11 @@ def select_pairs(
             again and the question is about new samples; see `functional.paired.mean_difference`.
             Pairs that were widened already stay as they are.
     """
-    own = [pair for pair in pairs if metric in (None, pair.metric) and pair.cluster == cluster]
-    if baseline is not None:
-        own = [pair for pair in own if baseline in pair.key]
-        own = [pair.swap_methods() if pair.method_a == baseline else pair for pair in own]
+    own = []
+    for pair in pairs:
+        is_asked = metric in (None, pair.metric) and pair.cluster == cluster
+        if is_asked and (baseline is None or baseline in pair.key):
+            own.append(pair.swap_methods() if pair.method_a == baseline else pair)
     return correct_p_values([_widen_interval(pair, overlap_from_share(share)) for pair in own])
 
 
@@ -383,8 +387,8 @@ def find_leaders(
         if (pair.metric, pair.cluster) == (metric.name, cluster) and best in pair.key:
             (other,) = pair.key - {best}
             with_best[other] = pair
-    compared = [with_best[label] for label in others if label in with_best]
-    if all(pair.seeds < 2 for pair in compared):
+    compared = select_keys(with_best, others)
+    if all(pair.seeds < 2 for pair in compared.values()):
         return []
     leading = [best]
     for label in others:

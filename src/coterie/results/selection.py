@@ -1,6 +1,6 @@
 """Which stored runs of a study are compared: the seeds that all its methods finished."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,17 @@ def select_compared_runs(
     chosen = set(coverage.find_common_seeds(finished))
     if seeds is not None:
         chosen &= set(seeds)
-    return [run for run in done if run.seed in chosen]
+    return select_seeds(done, chosen)
+
+
+def collect_seeds(runs: Iterable[StoredRun]) -> set[int]:
+    """Return the seeds of some runs."""
+    return {run.seed for run in runs}
+
+
+def select_seeds(runs: Iterable[StoredRun], seeds: Container[int]) -> list[StoredRun]:
+    """Select the runs of some seeds."""
+    return [run for run in runs if run.seed in seeds]
 
 
 def summarize_coverage(
@@ -93,7 +103,7 @@ def summarize_coverage(
     statuses = list_run_statuses(runs, problems, *folders)
     left = [one for one in statuses if (one.label, one.seed) not in used]
     return {
-        "seeds": sorted({run.seed for run in chosen}),
+        "seeds": sorted(collect_seeds(chosen)),
         "left_out": coverage.statuses_to_json(left),
         "rows": [{"label": label} for label in group_by_label(chosen)],
     }
@@ -128,7 +138,7 @@ def group_by_study(
 def _select_requested(study: Path, folders: Sequence[Path]) -> list[Path]:
     """Return the study, if all of it was requested, else its requested methods and runs."""
     # A folder above the study asks for all of it.
-    if any(folder in (study, *study.parents) for folder in folders):
+    if {study, *study.parents} & set(folders):
         return [study]
     return [folder for folder in folders if study in folder.parents]
 
@@ -140,8 +150,8 @@ def select_charted_runs(
 
     While no seed is compared these are all runs.
     """
-    seeds = {run.seed for run in select_compared_runs(runs, problems)}
-    return [run for run in runs if run.seed in seeds] or list(runs)
+    seeds = collect_seeds(select_compared_runs(runs, problems))
+    return select_seeds(runs, seeds) or list(runs)
 
 
 def check_one_study(runs: Iterable[StoredRun]) -> None:

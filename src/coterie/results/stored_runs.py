@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Float, Int
 
 from coterie._util import manifest
+from coterie._util.mappings import drop_keys
 from coterie._util.toml import parse_toml
 from coterie.errors import DataError
 from coterie.functional import metrics
@@ -334,7 +335,7 @@ def _join_two_runs(a: StoredRun, b: StoredRun) -> StoredRun:
     if names:
         provenance["client_names"] = names
     # pandas warns about empty tables in a concatenation.
-    edges = [run.edges for run in (a, b) if len(run.edges)] or [a.edges]
+    edges = list(filter(len, (a.edges, b.edges))) or [a.edges]
     return replace(
         a,
         provenance=provenance,
@@ -355,7 +356,11 @@ def _join_ends(
     begun, other = first[0], second[0]
     out: list[float | None] = [begun]
     for a, b in zip_longest(first[1:], second[1:]):
-        known = [one for one in (a, None if b is None else begun + b - other) if one is not None]
+        known = []
+        if a is not None:
+            known.append(a)
+        if b is not None:
+            known.append(begun + b - other)
         out.append(max(known, default=None))
     return out
 
@@ -417,7 +422,8 @@ def find_planned_runs(folder: Path) -> list[tuple[str, int]]:
         for method in content.get("methods", []):
             label = str(method.get("label", method.get("kind")))
             if only in (None, label):
-                planned += [(label, int(seed)) for seed in content.get("seeds", [0])]
+                for seed in content.get("seeds", [0]):
+                    planned.append((label, int(seed)))
         return planned
     return []
 
@@ -533,7 +539,7 @@ def merge_client_names(runs: Iterable[StoredRun]) -> dict[int, str]:
         for client, name in run.client_names.items():
             if found.setdefault(client, name) != name:
                 differing.add(client)
-    return {client: name for client, name in sorted(found.items()) if client not in differing}
+    return drop_keys(dict(sorted(found.items())), differing)
 
 
 def compute_seed_overlap(run: StoredRun) -> float:

@@ -145,7 +145,8 @@ def _list_timing(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
     for run in runs:
         if times := run.provenance.get("timing"):
             row = {"label": run.label, "seed": run.seed}
-            row |= {name: float(times.get(name, math.nan)) for name in ("wall_s", "train_s")}
+            row["wall_s"] = float(times.get("wall_s", math.nan))
+            row["train_s"] = float(times.get("train_s", math.nan))
             row["train_samples"] = int(times.get("train_samples", 0))
             rows.append(row)
     return rows
@@ -304,16 +305,17 @@ def compute_spending(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
     """
     rows = []
     for label, group in group_by_label(runs).items():
-        per_client, trained = [], []
+        per_client, trained, known = [], [], []
         for run in group:
             # At least one round: a run may have measured only the warm-up.
             received, sent = count_traffic(run.metrics, run.edges, max(1, run.num_rounds))
             per_client.append((received.sum() + sent.sum()) / len(run.client_clusters))
             trained.append(count_client_rounds(run.metrics))
+            ends = run.elapsed_seconds
+            if ends is not None:
+                known.append(float(ends[-1]))
         row = {"label": label, "bytes": float(np.mean(per_client))}
         row["client_rounds"] = float(np.mean(trained))
-        ends = [run.elapsed_seconds for run in group]
-        known = [float(one[-1]) for one in ends if one is not None]
         # All runs or none: a mean over the runs with times would be of other seeds than the rest.
         if len(known) == len(group):
             row["seconds"] = float(np.mean(known))
@@ -433,7 +435,10 @@ def describe_new_clients(content: Mapping[str, Any], metric: str) -> list[str]:
     if not rows:
         return []
     known = metrics.REGISTRY.add_stored(content.get("metrics") or {})[metric]
-    received = {row["label"]: row["mean"] for row in rows if row["model"] == newcomers.RECEIVED}
+    received = {}
+    for row in rows:
+        if row["model"] == newcomers.RECEIVED:
+            received[row["label"]] = row["mean"]
     parts = []
     for row in rows:
         if row["model"] != "joined":
@@ -469,8 +474,12 @@ def _put_on_time(
     ends = run.elapsed_seconds
     if ends is None:
         return None
-    # Round -1 is the warm-up, at whose end time begins.
-    return [float(ends[round]) if round >= 0 else 0.0 for round in curve[0]], curve[1]
+    rounds, values = curve
+    seconds = []
+    for round in rounds:
+        # Round -1 is the warm-up, at whose end time begins.
+        seconds.append(float(ends[round]) if round >= 0 else 0.0)
+    return seconds, values
 
 
 def _compute_time_ratio(

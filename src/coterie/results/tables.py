@@ -98,7 +98,7 @@ def format_latex(table: TextTable) -> str:
 
 def _escape_latex(text: str) -> str:
     # Sign by sign: replacing one after another would escape the escapes.
-    escaped = "".join(SPECIAL.get(sign, sign) for sign in text)
+    escaped = text.translate(str.maketrans(SPECIAL))
     # A minus, not a hyphen.
     return re.sub(r"(?<![\w-])-(?=\d)", "$-$", escaped)
 

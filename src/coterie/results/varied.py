@@ -64,9 +64,12 @@ def tabulate_setting(
         if own:
             folder = own[0].folder.parent.parent
             studies[folder] = {run.label: find_value(run.config, setting) for run in own}
-    contents = {folder: summarize_study(folder) for folder in studies}
-    # A point without results must not empty the seeds of the others.
-    contents = {folder: one for folder, one in contents.items() if one["rows"]}
+    contents = {}
+    for folder in studies:
+        content = summarize_study(folder)
+        # A point without results must not empty the seeds of the others.
+        if content["rows"]:
+            contents[folder] = content
     seeds = find_common_seeds({str(folder): one["seeds"] for folder, one in contents.items()})
     found: list[tuple[Any, Path, dict[str, Any]]] = []
     compared: list[tuple[str, Path, Pair]] = []
@@ -84,8 +87,9 @@ def tabulate_setting(
             a, b = values.get(pair.method_a), values.get(pair.method_b)
             # Only methods at the same value: a column of the table has one.
             if pair.cluster == cluster and a is not None and a == b:
-                names = [strip_settings(one, [setting]) for one in (pair.method_a, pair.method_b)]
-                pair = replace(pair, method_a=names[0], method_b=names[1])
+                first = strip_settings(pair.method_a, [setting])
+                second = strip_settings(pair.method_b, [setting])
+                pair = replace(pair, method_a=first, method_b=second)
                 compared.append((format_value(called, a), folder, pair))
     if not found:
         raise DataError(
@@ -94,11 +98,13 @@ def tabulate_setting(
     # Numbers in ascending order; other values as they come.
     if all(isinstance(value, int | float) for value, *_ in found):
         found.sort(key=lambda one: one[0])
-    rest = name_other_settings(
-        ((folder, row["label"], (row["cluster"], row["metric"])) for _, folder, row in found),
-        [setting],
-    )
-    rows = [{**row, "label": row["label"] + rest[folder]} for _, folder, row in found]
+    points = []
+    for _, folder, row in found:
+        points.append((folder, row["label"], (row["cluster"], row["metric"])))
+    rest = name_other_settings(points, [setting])
+    rows = []
+    for _, folder, row in found:
+        rows.append({**row, "label": row["label"] + rest[folder]})
     if len({row["cluster"] for row in rows}) < 2:
         raise DataError(
             f"the finished runs here do not vary {setting}; give the folders of all points of a "
@@ -174,8 +180,10 @@ def find_value(config: Mapping[str, Any], name: str) -> Any:
     """
     method = (config.get("methods") or [config.get("method") or {}])[0]
     if "." not in name:
-        places = method, config.get("local") or {}, config.get("data") or {}, config
-        return next((place[name] for place in places if name in place), None)
+        for place in (method, config.get("local") or {}, config.get("data") or {}, config):
+            if name in place:
+                return place[name]
+        return None
     value: Any = config
     path = name.split(".")
     if path[0] == "methods":
@@ -240,8 +248,9 @@ def name_runs(
         The label of each without the settings, and what is to be added to it; see
         `name_other_settings`.
     """
-    labels = [strip_settings(run.label, settings) for run, _ in found]
-    folders = [run.folder.parent.parent for run, _ in found]
-    once = [(*values, run.seed) for run, values in found]
-    rest = name_other_settings(zip(folders, labels, once, strict=True), settings)
-    return [(label, rest[folder]) for label, folder in zip(labels, folders, strict=True)]
+    points = []
+    for run, values in found:
+        label = strip_settings(run.label, settings)
+        points.append((run.folder.parent.parent, label, (*values, run.seed)))
+    rest = name_other_settings(points, settings)
+    return [(label, rest[folder]) for folder, label, _ in points]

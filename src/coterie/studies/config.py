@@ -599,7 +599,10 @@ def _make_method_table(entry: MethodConfig, study: Settings, decided: bool) -> d
     run = find_changes(entry.settings, study)
     run.pop("local", None)
     # A method's field of the same name has the key, so the setting goes under `local`.
-    hidden = {name: local.pop(name) for name in list(local) if name in own}
+    hidden = {}
+    for name in list(local):
+        if name in own:
+            hidden[name] = local.pop(name)
     kind, package = registry.name_of(type(method))
     head = {"kind": kind, "label": entry.label, **paper}
     if package:

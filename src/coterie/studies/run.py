@@ -374,7 +374,8 @@ def run_studies(
         plan.check_methods(point, data, work)
         if resume:
             stored = engine_choice.load_choices(folder / point)
-            engines |= {(point, label): choice for label, choice in stored.items()}
+            for label, choice in stored.items():
+                engines[point, label] = choice
         described[point] = _describe_data(data)
         schema = TableSchema.from_federation(data)
         if schema is not None:
@@ -387,7 +388,10 @@ def run_studies(
             _delete_folder(place)
     for point, study in studies.items():
         _prepare_folder(study, folder / point, described[point], resume=resume)
-        own = {label: choice for (where, label), choice in engines.items() if where == point}
+        own = {}
+        for (where, label), choice in engines.items():
+            if where == point:
+                own[label] = choice
         if own:
             text = engine_choice.format_choices(own)
             summary.write_study_files(folder / point, {engine_choice.FILE: text})
@@ -441,6 +445,7 @@ def _do_runs(
             if did:
                 mine.add(one.job)
                 notify(one.job)
+        # Others may have finished the rest meanwhile; those of this process it has seen itself.
         others = [job for job in left if job not in mine]
         left = [job for job in others if not _is_complete(run_folder(folder, job))]
 
@@ -448,7 +453,10 @@ def _do_runs(
 def _finish_study(study: StudyConfig, folder: Path) -> Study:
     """Write the summary of a study; it names the runs that other processes still compute."""
     jobs = list_jobs(study)
-    elsewhere = {job: who for job in jobs if (who := find_owner(run_folder(folder, job)))}
+    elsewhere = {}
+    for job in jobs:
+        if owner := find_owner(run_folder(folder, job)):
+            elsewhere[job] = owner
     if study.trials_of:  # there are no test results to reduce
         return Study(folder, study, {"seeds": [], "rows": [], "timing": []}, {}, False, elsewhere)
     done = _summarize_runs(study, folder)
@@ -663,7 +671,8 @@ def list_jobs(study: StudyConfig, point: str = "") -> list[Job]:
     # Seed by seed, since a process keeps the data of one seed alone.
     jobs = []
     for seed in study.seeds:
-        jobs += [Job(entry.label, seed, point) for entry in study.methods]
+        for entry in study.methods:
+            jobs.append(Job(entry.label, seed, point))
     return jobs
 
 
@@ -704,9 +713,12 @@ def _summarize_runs(study: StudyConfig, folder: Path) -> Study:
 
 def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: bool) -> None:
     """Refuse to change an existing folder without permission, or one of another study."""
-    names = [path.name for path in folder.glob("*") if not path.name.startswith(".")]
+    names = set[str]()
+    for path in folder.glob("*"):
+        if not path.name.startswith("."):
+            names.add(path.name)
     # A process may have been killed before it wrote more than the manifest.
-    if not {*names} - {manifest.FILE}:
+    if not names - {manifest.FILE}:
         return
     if not (folder / CONFIG).exists():
         raise RunExistsError(f"{folder} exists and is no study; choose another folder with --out")
@@ -789,7 +801,7 @@ def _with_stored_seeds(study: StudyConfig, folder: Path) -> StudyConfig:
     if manifest.describe_fault(folder, CONFIG):  # missing or damaged: it is written again
         return study
     there = load_stored_study(folder)[0].seeds
-    return replace(study, seeds=[*there, *(seed for seed in study.seeds if seed not in there)])
+    return replace(study, seeds=list(dict.fromkeys([*there, *study.seeds])))
 
 
 def _describe_data(federation: Federation) -> dict[str, str]:

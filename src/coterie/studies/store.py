@@ -115,7 +115,12 @@ def _uses_own_code(run: StudyConfig) -> bool:
 def _list_own_modules(run: StudyConfig) -> list[str]:
     """Return the modules of the import paths in a study's settings."""
     texts = _iterate_texts(config.make_study_table(run))
-    return sorted({text.partition(":")[0] for text in texts if ":" in text})
+    modules = set()
+    for text in texts:
+        module, colon, _ = text.partition(":")
+        if colon:
+            modules.add(module)
+    return sorted(modules)
 
 
 def compute_own_code(run: StudyConfig) -> dict[str, str]:

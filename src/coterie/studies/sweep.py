@@ -12,7 +12,7 @@ import copy
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,10 +114,14 @@ def expand_sweep(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfi
     # Undecided: at each point, a preset of a method sets its values again.
     content = config.make_study_table(study, decided=False)
     content.pop("sweep")
-    axes = [_parse_axis(path, values) for path, values in study.sweep.items()]
-    outer = [axis for axis in axes if axis.makes_studies]
+    outer, inner = [], []
+    for path, values in study.sweep.items():
+        axis = _parse_axis(path, values)
+        if axis.makes_studies:
+            outer.append(axis)
+        else:
+            inner.append(axis)
     # Methods first: all studies of the sweep have the same ones.
-    inner = [axis for axis in axes if not axis.makes_studies]
     content["methods"] = list(_expand_methods(content["methods"], inner))
     studies = []
     for point in _iterate_points(outer):
@@ -126,7 +130,7 @@ def expand_sweep(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfi
         for axis, values in point:
             for path, value in zip(axis.paths, values, strict=True):
                 set_path(changed, path, value)
-        tag = ",".join(axis.format_tag(value) for axis, value in point)
+        tag = ",".join(_format_tags(point))
         named = {**changed, "name": f"{study.name}/{tag}" if tag else study.name}
         studies.append(config.parse_study(named, to_run=to_run))
     return tuple(studies)
@@ -159,7 +163,7 @@ def run_sweep(
     """
     end_unguarded_import()
     study = study if isinstance(study, StudyConfig) else config.load_study(study)
-    points = {_find_point(one, study): one for one in expand_sweep(study)}
+    points = _expand_by_point(study)
     folder, files = Path(out) / study.name, {}
     # A sweep over settings of methods alone is one study, under its own name.
     if [*points] != [""]:
@@ -173,6 +177,11 @@ def run_sweep(
     if files:
         write_study_files(folder, {SUMMARY: json.dumps(join_summaries(done), indent=1) + "\n"})
     return done
+
+
+def _expand_by_point(study: StudyConfig, *, to_run: bool = True) -> dict[str, StudyConfig]:
+    """Return the studies of a sweep by their points; the arguments are those of `expand_sweep`."""
+    return {_find_point(one, study): one for one in expand_sweep(study, to_run=to_run)}
 
 
 def _find_point(study: StudyConfig, sweep: StudyConfig) -> str:
@@ -237,8 +246,7 @@ def load_plan(folder: str | Path, *, to_run: bool = False) -> Plan:
         ConfigError: when there is none in the folder.
     """
     study, out = load_stored_study(folder, to_run=to_run)
-    points = {_find_point(one, study): one for one in expand_sweep(study, to_run=to_run)}
-    return Plan(out / study.name, study, points)
+    return Plan(out / study.name, study, _expand_by_point(study, to_run=to_run))
 
 
 def load_sweep_results(folder: str | Path) -> tuple[Study, ...]:
@@ -287,7 +295,8 @@ def join_summaries(studies: Sequence[Study]) -> dict[str, Any]:
         if found["rows"] and list(found["seeds"]) != seeds:
             found = replace_nonfinite(summarize_study(one.folder, seeds))
         for part in ("left_out", "rows", "timing"):
-            content[part] += [{**row, "label": f"{row['label']}, {point}"} for row in found[part]]
+            for row in found[part]:
+                content[part].append({**row, "label": f"{row['label']}, {point}"})
         if declared := found.get("metrics"):
             content["metrics"] = {**content.get("metrics", {}), **declared}
     return content
@@ -301,6 +310,11 @@ def _iterate_points(
         yield list(zip(axes, values, strict=True))
 
 
+def _format_tags(point: Iterable[tuple[_SweepAxis, tuple[Any, ...]]]) -> list[str]:
+    """Return each value of a point as part of a name, such as "tau=30"."""
+    return [axis.format_tag(value) for axis, value in point]
+
+
 def _expand_methods(
     entries: Sequence[dict[str, Any]], axes: Sequence[_SweepAxis]
 ) -> Iterator[dict[str, Any]]:
@@ -308,8 +322,11 @@ def _expand_methods(
     # An axis that reaches no method is refused at the end.
     used = set()
     for entry in entries:
-        concerning = [axis for axis in axes if _list_paths_for(axis, entry, entries)]
-        used |= {axis.paths for axis in concerning}
+        concerning = []
+        for axis in axes:
+            if _list_paths_for(axis, entry, entries):
+                concerning.append(axis)
+                used.add(axis.paths)
         for point in _iterate_points(concerning):
             changed = copy.deepcopy(entry)
             for axis, values in point:
@@ -319,13 +336,14 @@ def _expand_methods(
                         # Without "methods" and the name of the method.
                         set_path(changed, path[2:] if path[0] == "methods" else path, value)
             if point:
-                tags = [axis.format_tag(value) for axis, value in point]
-                changed["label"] = " ".join([entry["label"], *tags])
+                changed["label"] = " ".join([entry["label"], *_format_tags(point)])
                 changed.pop("paper", None)  # the published row is of one setting
             yield changed
     for axis in axes:
         if axis.paths not in used:
-            names = {entry["label"] for entry in entries} | {entry["kind"] for entry in entries}
+            names = set[str]()
+            for entry in entries:
+                names |= {entry["label"], entry["kind"]}
             raise ConfigError(
                 describe_unknown("method of this study in sweep", axis.paths[0][1], names)
             )

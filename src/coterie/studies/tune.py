@@ -231,7 +231,10 @@ def tune_study(
 
         points = map_values(_list_points, grids)
         for number in range(max(map(len, passes.values()))):
-            trained = {label: own[number] for label, own in passes.items() if number < len(own)}
+            trained = {}
+            for label, own_passes in passes.items():
+                if number < len(own_passes):
+                    trained[label] = own_passes[number]
             for label, rounds in trained.items():
                 planned.add_points(label, points[label], rounds)
             jobs = list_jobs(planned.make_study())
@@ -249,8 +252,12 @@ def tune_study(
             for label, rounds in trained.items():
                 # In the order of the plan, not in that in which they ended: the first of equals
                 # wins.
-                own = [trials[job] for job in jobs if trials[job].label == label]
-                found = [t for t in own if t.rounds == rounds and t.point in points[label]]
+                found = []
+                for job in jobs:
+                    trial = trials[job]
+                    is_of_pass = trial.label == label and trial.rounds == rounds
+                    if is_of_pass and trial.point in points[label]:
+                        found.append(trial)
                 ranked = _rank_points(label, found, grids[label])
                 choices[label] = ranked[0]
                 if budget is None:
@@ -258,7 +265,8 @@ def tune_study(
                     points[label] = _list_points(wider[label])
                 else:
                     # The better half is trained again for longer; its other half is done.
-                    points[label] = [one.point for one in ranked[: math.ceil(len(ranked) / 2)]]
+                    better = ranked[: math.ceil(len(ranked) / 2)]
+                    points[label] = [one.point for one in better]
             # No axis was extended, so another pass would try nothing new.
             if budget is None and wider == grids:
                 break
@@ -395,7 +403,10 @@ def load_request(trials: Path) -> tuple[StudyConfig, dict[str, Any]]:
 
 def _name_trial(label: str, point: Point, others: Container[str]) -> str:
     """Return the label of a trial, such as "DAC tau=30", which also names its folder."""
-    name = " ".join([label, *(format_setting(key, value) for key, value in point)])
+    parts = [label]
+    for key, value in point:
+        parts.append(format_setting(key, value))
+    name = " ".join(parts)
     if is_label(name) and name not in others:
         return name
     # Too long, or two values are equal as names: a digest keeps them apart.
@@ -472,12 +483,18 @@ def _find_setting(path: str, label: str, study: StudyConfig) -> str | None:
     if not path.startswith("methods."):
         return path.removeprefix("local.")  # as a study file writes how clients train
     head, _, key = path.removeprefix("methods.").rpartition(".")
-    reached = match_methods(head.strip('"'), [(entry.label, entry.kind) for entry in study.methods])
-    return key if label in (study.methods[place].label for place in reached) else None
+    names = [(entry.label, entry.kind) for entry in study.methods]
+    for place in match_methods(head.strip('"'), names):
+        if study.methods[place].label == label:
+            return key
+    return None
 
 
 def _list_points(axes: Mapping[str, Sequence[Any]]) -> list[Point]:
-    return [tuple(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    points = []
+    for values in itertools.product(*axes.values()):
+        points.append(tuple(zip(axes, values, strict=True)))
+    return points
 
 
 def _rank_points(
@@ -518,7 +535,8 @@ def _find_edge(values: Sequence[Any], chosen: Any) -> int:
 
 def _widen_grid(axes: Mapping[str, tuple[Any, ...]], choice: Choice) -> dict[str, tuple[Any, ...]]:
     """Extend the axes at whose edge the best point lies."""
-    return {key: _extend_axis(axes[key], dict(choice.point)[key]) for key in axes}
+    chosen = dict(choice.point)
+    return {key: _extend_axis(values, chosen[key]) for key, values in axes.items()}
 
 
 def _extend_axis(values: tuple[Any, ...], chosen: Any) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from coterie._util.mappings import select_keys
 from coterie.functional.metrics import COSTS
 from coterie.report.data.curves import compute_mean_curve, mean_used
 from coterie.report.data.packing import thin_indices
@@ -47,7 +48,7 @@ def _compute_method_cost(runs: Sequence[StoredRun], metric: str) -> dict[str, An
     return {
         "seeds": len(runs),
         "bytes": means["received"] + means["sent"],
-        **{name: means[name] for name in ("received", "sent", "reads", "missing")},
+        **select_keys(means, ("received", "sent", "reads", "missing")),
         "counted": {name: _mean_counted_total(runs, name) for name in COUNTED_METRICS},
         "train_samples": means["train_samples"],
         "wall_s": means["wall_s"],

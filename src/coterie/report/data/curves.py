@@ -124,7 +124,10 @@ def build_client_data(
     final, gain = np.full((2, len(groups), population), np.nan)
     lines = []
     for place, (label, group) in enumerate(groups.items()):
-        values = [run.defined_values(metric) for run in done if run.label == label]
+        values = []
+        for run in done:
+            if run.label == label:
+                values.append(run.defined_values(metric))
         if values:
             final[place] = _mean_over_series(values, population)
         if gains.get(label):
@@ -152,8 +155,10 @@ def _mean_over_series(
     It is NaN for a client that one seed lacks, and infinite for one whose model diverged: in the
     series, that is one with NaN.
     """
-    ids = range(population)
-    return np.mean([one.fillna(np.inf).reindex(ids).to_numpy(float) for one in series], axis=0)
+    values = []
+    for one in series:
+        values.append(one.fillna(np.inf).reindex(range(population)).to_numpy(float))
+    return np.mean(values, axis=0)
 
 
 def _replace_infinite(values: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:

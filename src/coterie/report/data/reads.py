@@ -181,8 +181,11 @@ def build_labels(
     """
     out = []
     for place, runs in enumerate(groups.values()):
-        found = [build_dense_table(run, "train", LABEL.name) for run in runs]
-        tables = [(rounds, values) for rounds, values in found if len(rounds)]
+        tables = []
+        for run in runs:
+            rounds, values = build_dense_table(run, "train", LABEL.name)
+            if len(rounds):
+                tables.append((rounds, values))
         if not tables:
             continue
         first_rounds, first_values = tables[0]
