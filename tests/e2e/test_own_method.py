@@ -20,7 +20,7 @@ import torch
 
 from coterie.functional import aggregation, selection
 from coterie.functional.metrics import Metric
-from coterie.methods.base import PeerMethod, mixing
+from coterie.methods.base import PeerMethod, mixing_report
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Ring(PeerMethod):
         inbox = rnd.exchange.pull(self.publish(rnd.task, state), peers)
         weights, own = aggregation.fedavg_weights(inbox.field_by_slot("samples"), rnd.task.num_samples, inbox.mask)
         state = replace(state, params=inbox.mix(weights, own=state.params, own_weight=own))
-        return state, {**mixing(inbox, weights, own), "trust": torch.full((len(rnd.ids),), 0.1 * rnd.index)}
+        return state, {**mixing_report(inbox, weights, own), "trust": torch.full((len(rnd.ids),), 0.1 * rnd.index)}
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def test_a_method_of_another_package_goes_everywhere_and_is_read_without_it(tmp_
     killed = place.process(
         "-m", "coterie", "run", "study.toml", "--workers", "1", "--quiet", KILLED="yes"
     )
-    killed.communicate(timeout=300)
-    assert killed.returncode == -signal.SIGKILL
+    found = killed.communicate(timeout=300)
+    assert killed.returncode == -signal.SIGKILL, found
     stored = tmp_path / "runs/rings/ring/seed-0/provenance.json"
     assert json.loads(stored.read_text())["round"] == 3, "it was killed in the middle"
     config = (tmp_path / "runs/rings/config.toml").read_text()

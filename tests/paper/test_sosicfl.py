@@ -21,7 +21,7 @@ from coterie.functional import simplex
 from coterie.methods.base import Method
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
-from coterie.methods.server import ServerContext, model_request
+from coterie.methods.server import ServerContext, fetch_served_models
 from coterie.methods.sosicfl import SosicFl, SosicFlAll, SosicFlPlus
 from coterie.models import simplex_layers
 from coterie.models.layout import Layout
@@ -546,9 +546,7 @@ def test_personal_models_keep_to_their_region_or_take_the_whole_simplex():
         loop = follow(method, label_skewed(), rounds=1)
         everybody = torch.arange(12)
         rnd = loop._make_round(1, everybody, everybody)
-        _, offer = method.ask_server(
-            rnd, method.reply, model_request(loop.state), loop.state.shared, evaluating=True
-        )
+        offer = fetch_served_models(method, rnd, loop.state)
         own = offer.field_by_slot("center")[:, 0]
         expected = own if region == "own" else torch.full((12, 2), 0.5, dtype=own.dtype)
         assert not torch.allclose(own, torch.full_like(own, 0.5))
@@ -638,9 +636,7 @@ def test_mixtures_are_drawn_exactly_or_as_the_code_does():
         )
         loop = follow(method, label_skewed(), rounds=0)
         rnd = loop._make_round(0, torch.arange(12), torch.arange(12))
-        _, offer = method.ask_server(
-            rnd, method.reply, model_request(loop.state), loop.state.shared, evaluating=True
-        )
+        offer = fetch_served_models(method, rnd, loop.state)
         found = method.draw_points(rnd, offer, "alpha", [5] * len(rnd.ids))
         centers = loop.state.shared.centers[loop.state.shared.region].numpy()
         for client in range(12):

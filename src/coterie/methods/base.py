@@ -303,6 +303,10 @@ class Method(Configurable, ABC):
             measured.
         reports: the metrics of its own that its rounds report, in addition to those of the classes
             that it extends.
+        needs_single_models: why a weighted mean of models is not enough for its server, which is
+            the reason for which `secure_aggregation` is refused; "" where it is enough.
+        memory_bound: the field that says how many other members a client remembers at most, where
+            there is one: the forecast of a run's memory needs it.
     """
 
     kind: ClassVar[str]
@@ -316,32 +320,14 @@ class Method(Configurable, ABC):
     timed_against: ClassVar[str] = "fedavg"
     sums_groups: ClassVar[bool] = False
     reports: ClassVar[tuple[Metric, ...]] = ()
+    needs_single_models: ClassVar[str] = "it has no server that averages"
+    memory_bound: ClassVar[str | None] = None
 
     def _check_rules(self) -> None:
         # The settings of an aggregation rule in a table; names and paths are checked by their type.
         if isinstance(table := getattr(self, "aggregation", None), Mapping):
             robust.make_table_rule(table)
         super()._check_rules()
-
-    @classmethod
-    def report_metrics(cls) -> dict[str, Metric]:
-        """Return the metrics of its rounds' reports: training loss, costs, and declared ones."""
-        # From the base class to the subclass; `vars` takes only what a class declares itself, so
-        # that an inherited metric is not listed twice.
-        own = []
-        # From the base on: a subclass may declare a metric of one name again.
-        for base in reversed(cls.__mro__):
-            own += vars(base).get("reports", ())
-        for one in own:
-            fits = (
-                # A metric that the registry knows under this name must be the same one in all its
-                # fields.
-                one.name not in RESERVED_REPORT_KEYS and metrics.REGISTRY.get(one.name, one) == one
-            )
-            require(
-                fits, f"{cls.__name__}.reports", one.name, "a name that nothing else in a run has"
-            )
-        return index_by_name((metrics.LOSS, *metrics.COSTS, *own))
 
     @property
     def privacy_leak(self) -> str:
@@ -351,23 +337,6 @@ class Method(Configurable, ABC):
         that was computed from the data, and choices made by it that show in what is sent later.
         """
         return ""
-
-    @property
-    def needs_single_models(self) -> str:
-        """Say why a weighted mean of models is not enough for the server; "" where it is.
-
-        It is the reason for which `secure_aggregation` is refused.
-        """
-        return "it has no server that averages"
-
-    @property
-    def remembered_members(self) -> int | None:
-        """How many other members a client remembers at most; None where it may be all.
-
-        The forecast of a run's memory needs it: the columns of a memory that grow with the
-        population grow to one more than this, the client itself.
-        """
-        return None
 
     @abstractmethod
     def init_state(self, task: Task, rng: Rng) -> State:
@@ -456,6 +425,25 @@ class Method(Configurable, ABC):
         return Cost()
 
 
+def list_report_metrics(method: Method) -> dict[str, Metric]:
+    """Return the metrics of a method's reports: training loss, costs, and those it declares.
+
+    Raises:
+        ConfigError: when a declared name means something else in every run.
+    """
+    own: list[Metric] = []
+    # From the base class on, so that a subclass may declare a metric of one name again; `vars`
+    # takes only what a class declares itself, so that an inherited metric is not listed twice.
+    for base in reversed(type(method).__mro__):
+        own += vars(base).get("reports", ())
+    for one in own:
+        # A metric that the registry knows under this name must be the same in all its fields.
+        fits = one.name not in RESERVED_REPORT_KEYS and metrics.REGISTRY.get(one.name, one) == one
+        where = f"{type(method).__name__}.reports"
+        require(fits, where, one.name, "a name that nothing else in a run has")
+    return index_by_name((metrics.LOSS, *metrics.COSTS, *own))
+
+
 @dataclass(frozen=True)
 class PeerMethod(Method):
     """A peer-to-peer method: it defines the exchange; the loop trains locally between exchanges.
@@ -493,12 +481,6 @@ class PeerMethod(Method):
             )
         return Message(state.params, {"samples": task.num_samples})
 
-    @final
-    def publish_all(self, task: Task, state: State) -> list[Message]:
-        """Return what the hosted clients publish in each exchange of a round; see `publish`."""
-        # A method without exchanges (Local) has one message too.
-        return [self.publish(task, state, number) for number in range(max(1, self.exchanges))]
-
     @abstractmethod
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Sample peers, pull, score, update the memory, mix."""
@@ -522,61 +504,72 @@ class PeerMethod(Method):
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Exchange and train, in the order of the run."""
         if rnd.order == "train_first":
-            state, trained = self.train_locally(rnd, state)
+            state, trained = train_locally(self, rnd, state)
             # The models before the exchange are reported under "trained", because these are judged.
             after = state.params
-            state, info = self.exchange_with_retries(rnd, state)
+            state, info = exchange_with_retries(self, rnd, state)
             trained = {**trained, "trained": after}
         else:
-            mixed, info = self.exchange_with_retries(rnd, state)
-            state, trained = self.train_locally(
-                rnd, mixed, in_place=self.can_train_in_place(mixed, state)
-            )
+            mixed, info = exchange_with_retries(self, rnd, state)
+            alone = can_train_in_place(self, mixed, state)
+            state, trained = train_locally(self, rnd, mixed, in_place=alone)
         return state, {**info, **trained}
 
-    def can_train_in_place(self, mixed: State, before: State) -> bool:
-        """Return whether training may change an exchange's models: nothing else uses them."""
-        # `remember_update` compares with the models from before the training, so they must survive
-        # it.
-        if type(self).remember_update is not PeerMethod.remember_update:
-            return False
-        kept = [before.params, *list_tensors(before.memory), *list_tensors(mixed.memory)]
-        # Two tensors share memory when their storages begin at the same address, views included.
-        used = {tensor.untyped_storage().data_ptr() for tensor in kept}
-        return mixed.params.untyped_storage().data_ptr() not in used
 
-    @final
-    def train_locally(self, rnd: Round, state: State, in_place: bool = False) -> tuple[State, Info]:
-        """Train the hosted clients once; `in_place` when their first models are not needed."""
-        judge = rnd.exchange if isinstance(rnd.exchange, AcceptingExchange) else None
-        # The judge compares the models before and after the training: nothing is overwritten then.
-        new, info = self.local_update(rnd, state, in_place=in_place and judge is None)
-        if judge is not None:
-            judge.note_training(state.params, new.params)
-        # A method may build its State without the moments: those of the training stay.
-        new = replace(self.remember_update(new, state.params), moments=new.moments)
-        return new, info
+# ---------------------------------------------------------------- what a loop does with a method
 
-    @final
-    def exchange_with_retries(self, rnd: Round, state: State) -> tuple[State, Info]:
-        """Exchange, then apply the policy for running statistics.
 
-        When peers turn out to be missing, the method draws again among the others: its own rule
-        names the replacements.
-        """
-        while True:
-            try:
-                new, info = check_returned_round(
-                    self, "exchange", self.exchange(rnd, state), rnd.task
-                )
-                break
-            except PeersMissing as missing:
-                # The missing members are excluded, so that a retry cannot ask them again and the
-                # loop ends.
-                rnd = replace(rnd, reachable=rnd.reachable.index_fill(-1, missing.ids, False))
-        # An exchange moves no optimizer, even where a method builds its State without the moments.
-        params = rnd.task.apply_buffer_policy(state.params, new.params)
-        return replace(new, params=params, moments=state.moments), info
+def publish_all(method: PeerMethod, task: Task, state: State) -> list[Message]:
+    """Return what the hosted clients publish in each exchange of a round; see `publish`."""
+    # A method without exchanges (Local) has one message too.
+    return [method.publish(task, state, number) for number in range(max(1, method.exchanges))]
+
+
+def train_locally(
+    method: PeerMethod, rnd: Round, state: State, in_place: bool = False
+) -> tuple[State, Info]:
+    """Train the hosted clients once; `in_place` when their first models are not needed."""
+    judge = rnd.exchange if isinstance(rnd.exchange, AcceptingExchange) else None
+    # The judge compares the models before and after the training: nothing is overwritten then.
+    new, info = method.local_update(rnd, state, in_place=in_place and judge is None)
+    if judge is not None:
+        judge.note_training(state.params, new.params)
+    # A method may build its State without the moments: those of the training stay.
+    new = replace(method.remember_update(new, state.params), moments=new.moments)
+    return new, info
+
+
+def exchange_with_retries(method: PeerMethod, rnd: Round, state: State) -> tuple[State, Info]:
+    """Exchange, then apply the policy for running statistics.
+
+    When peers turn out to be missing, the method draws again among the others: its own rule
+    names the replacements.
+    """
+    while True:
+        try:
+            new, info = check_returned_round(
+                method, "exchange", method.exchange(rnd, state), rnd.task
+            )
+            break
+        except PeersMissing as missing:
+            # The missing members are excluded, so that a retry cannot ask them again and the
+            # loop ends.
+            rnd = replace(rnd, reachable=rnd.reachable.index_fill(-1, missing.ids, False))
+    # An exchange moves no optimizer, even where a method builds its State without the moments.
+    params = rnd.task.apply_buffer_policy(state.params, new.params)
+    return replace(new, params=params, moments=state.moments), info
+
+
+def can_train_in_place(method: PeerMethod, mixed: State, before: State) -> bool:
+    """Return whether training may change an exchange's models: nothing else uses them."""
+    # `remember_update` compares with the models from before the training, so they must survive
+    # it.
+    if type(method).remember_update is not PeerMethod.remember_update:
+        return False
+    kept = [before.params, *list_tensors(before.memory), *list_tensors(mixed.memory)]
+    # Two tensors share memory when their storages begin at the same address, views included.
+    used = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    return mixed.params.untyped_storage().data_ptr() not in used
 
 
 LARGE_POPULATION = 20_000

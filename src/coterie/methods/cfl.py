@@ -67,6 +67,9 @@ class Cfl(ServerMethod):
         "multitask optimization "
         "under privacy constraints, 2020, https://arxiv.org/abs/1910.01991",
     )
+    needs_single_models: ClassVar[str] = (
+        "its server splits clusters by the updates of single clients"
+    )
     eps1: NonNegativeFloat = 0.4
     eps2: NonNegativeFloat = 1.6
     warmup_rounds: NonNegativeInt = 20
@@ -76,11 +79,6 @@ class Cfl(ServerMethod):
     participation: Literal["full", "partial"] = "full"
     max_age: NonNegativeInt | None = None
     aggregation: Aggregation | None = None
-
-    @property
-    def needs_single_models(self) -> str:
-        """See `Method.needs_single_models`."""
-        return "its server splits clusters by the updates of single clients"
 
     @property
     def averaging(self) -> Averaging:

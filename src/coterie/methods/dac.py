@@ -397,6 +397,7 @@ class Dac(PeerMethod):
             client measured itself, the rest for estimates, those of the most similar peer first.
     """
 
+    memory_bound: ClassVar[str | None] = "table"
     kind: ClassVar[str] = "dac"
     summary: ClassVar[str] = "average with peers drawn by how similar they were found to be"
     references: ClassVar[tuple[str, ...]] = (
@@ -435,11 +436,6 @@ class Dac(PeerMethod):
         require(pulls, "loss_direction", self.loss_direction, expected)
         expected = "none with a table: a rule chooses among all members"
         require(self.selection is None, "selection", self.selection, expected)
-
-    @property
-    def remembered_members(self) -> int | None:
-        """See `Method.remembered_members`."""
-        return self.table
 
     @property
     def privacy_leak(self) -> str:

@@ -17,6 +17,8 @@ from coterie.methods.server import Averaging, Momentum, ServerContext, ServerMet
 class OneModel(ServerMethod):
     """A server with one model, averaged over the cohort."""
 
+    needs_single_models: ClassVar[str] = ""
+
     def aggregate(self, context: ServerContext, shared: Any, message: Message) -> Any:
         """Average."""
         # All rows are in group 0.
@@ -24,17 +26,6 @@ class OneModel(ServerMethod):
         return self.averaging.update_models(
             shared, message, everybody, context.min_updates, context
         )
-
-    @property
-    def needs_single_models(self) -> str:
-        """Say "": it needs the mean; or why a rule of aggregation, or a subclass, needs more."""
-        if (rule := self.averaging.rule) is not None:
-            return f"aggregation = {rule!r} merges single models"
-        # A subclass that sends more, or aggregates otherwise, is not known to need the mean alone.
-        hooks = ("aggregate", "publish", "send_models", "round")
-        if any(getattr(type(self), hook) is not getattr(OneModel, hook) for hook in hooks):
-            return super().needs_single_models
-        return ""
 
 
 @final

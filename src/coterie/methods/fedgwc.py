@@ -5,7 +5,7 @@ What the paper and its authors' code do differently are options of a subclass,
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from annotated_types import Ge, Gt, Lt
@@ -97,6 +97,7 @@ class FedGwc(ServerMethod):
         "clustered federated "
         "learning, 2025, https://arxiv.org/abs/2502.03340",
     )
+    needs_single_models: ClassVar[str] = "its server compares the losses of single clients"
     aggregator: Literal["fedavg", "fedavgm", "fedprox", "fairavg"] = "fedavg"
     beta: PositiveFloat = 0.5
     eps: NonNegativeFloat = 1e-5
@@ -110,11 +111,6 @@ class FedGwc(ServerMethod):
     mu: NonNegativeFloat = 0.01
     trace: PositiveInt = 32
     aggregation: Aggregation | None = None
-
-    @property
-    def needs_single_models(self) -> str:
-        """See `Method.needs_single_models`."""
-        return "its server compares the losses of single clients"
 
     @property
     def averaging(self) -> Averaging:
@@ -159,18 +155,13 @@ class FedGwc(ServerMethod):
         padded[:, : losses.shape[1]] = losses[:, :width]
         return Message(state.params, {"samples": rnd.task.num_samples, "losses": padded})
 
-    def compute_extra_metrics(
-        self,
-        rnd: Round,
-        start: Float[Tensor, "clients params"],
-        params: Float[Tensor, "clients params"],
-        shared: Any,
-    ) -> Info:
-        """Report also how much each client's cluster still changes."""
-        found = super().compute_extra_metrics(rnd, start, params, shared)
-        if metrics.INTERACTION_CHANGE.name not in rnd.metrics or not sees_whole_cohort(rnd):
-            return found
-        return {**found, metrics.INTERACTION_CHANGE.name: shared.mse[shared.label[rnd.ids]]}
+    def round(self, rnd: Round, state: State) -> tuple[State, Info]:
+        """Report also how much each client's cluster still changes, where that is requested."""
+        new, info = super().round(rnd, state)
+        if metrics.INTERACTION_CHANGE.name in rnd.metrics and sees_whole_cohort(rnd):
+            change = new.shared.mse[new.shared.label[rnd.ids]]
+            info = {**info, metrics.INTERACTION_CHANGE.name: change}
+        return new, info
 
     # ---------------------------------------------------------------- where the server role is
 

@@ -21,6 +21,7 @@ from coterie.methods.server import (
     Clusters,
     ServerContext,
     Weights,
+    ask_server,
     empty_reply,
     extend_labels,
 )
@@ -87,8 +88,7 @@ class FedProx(OneModel):
             return state
         message = Message(state.params[:, :0], {"samples": rnd.task.num_samples})
         return replace(
-            state,
-            shared=self.ask_server(rnd, _register_samples, message, state.shared, NO_MODEL)[0],
+            state, shared=ask_server(rnd, _register_samples, message, state.shared, NO_MODEL)[0]
         )
 
     def select_cohort(

@@ -58,17 +58,15 @@ class FeSem(ServerMethod):
         "for better "
         "personalization, 2023, https://arxiv.org/abs/2108.08647",
     )
+    needs_single_models: ClassVar[str] = (
+        "its server puts each client into the cluster whose model is nearest"
+    )
     clusters: PositiveInt = 3
     weights: Weights = "uniform"
     features: Literal["all", "last_layer"] = "all"
     recluster_every: PositiveInt = 1
     min_group: PositiveInt = 1
     aggregation: Aggregation | None = None
-
-    @property
-    def needs_single_models(self) -> str:
-        """See `Method.needs_single_models`."""
-        return "its server puts each client into the cluster whose model is nearest"
 
     @property
     def averaging(self) -> Averaging:

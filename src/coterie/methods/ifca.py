@@ -22,8 +22,12 @@ from coterie.methods.server import (
     ServerContext,
     ServerMethod,
     Weights,
+    ask_server,
     empty_reply,
+    fetch_served_models,
+    gradient_variance_report,
     model_request,
+    send_models,
     traffic_report,
 )
 from coterie.models.simplex_layers import last_layer_mask
@@ -78,6 +82,7 @@ class Ifca(ServerMethod):
         "learning, 2020, "
         "https://arxiv.org/abs/2006.04088",
     )
+    needs_single_models: ClassVar[str] = "its server averages the groups that single clients chose"
     clusters: PositiveInt = 3
     averaging_of: Literal["models", "gradients"] = "models"
     step: NonNegativeFloat = 1.0
@@ -88,11 +93,6 @@ class Ifca(ServerMethod):
     group_rounds: NonNegativeInt = 20
     min_group: PositiveInt = 1
     aggregation: Aggregation | None = None
-
-    @property
-    def needs_single_models(self) -> str:
-        """See `Method.needs_single_models`."""
-        return "its server averages the groups that single clients chose"
 
     @property
     def averaging(self) -> Averaging:
@@ -128,7 +128,7 @@ class Ifca(ServerMethod):
         if self.start != "resample":
             return state
         every = ReplyForm(self.candidates * self.clusters)
-        shared, offer = self.ask_server(
+        shared, offer = ask_server(
             rnd, _reply_with_all_models, model_request(state), state.shared, every
         )
         # [clients, candidate sets, clusters]: the order in which the models were drawn.
@@ -138,9 +138,7 @@ class Ifca(ServerMethod):
         message = Message(state.params[:, :0], {"label": scores.argmin(2)})
         return replace(
             state,
-            shared=self.ask_server(
-                rnd, partial(_choose_candidates, self), message, shared, NO_MODEL
-            )[0],
+            shared=ask_server(rnd, partial(_choose_candidates, self), message, shared, NO_MODEL)[0],
         )
 
     def reply_form(self) -> ReplyForm:
@@ -194,12 +192,12 @@ class Ifca(ServerMethod):
         form = ReplyForm(self.clusters)
         if grouped:
             form = ReplyForm(1)
-        shared, offer = self.ask_server(rnd, self.reply, request, state.shared, form)
+        shared, offer = ask_server(rnd, self.reply, request, state.shared, form)
         label, model = choose_cluster(rnd.task, offer)
         start = rnd.task.apply_buffer_policy(state.params, model)
         new, info = self.local_update(rnd, replace(state, params=start), offer)
         message = Message(new.params, {"samples": rnd.task.num_samples, "label": label})
-        shared, refused = self.send_models(rnd, message, shared)
+        shared, refused = send_models(self, rnd, message, shared)
         # Each client evaluates every offered model on all its training samples.
         passes = offer.mask.sum(1) * rnd.task.count_samples("train")
         return replace(new, shared=shared), {
@@ -208,16 +206,14 @@ class Ifca(ServerMethod):
             "passes": passes,
             **refused,
             **traffic_report(rnd, offer, request, message),
-            **self.compute_extra_metrics(rnd, start, new.params, shared),
+            **gradient_variance_report(rnd, start, new.params),
         }
 
     def serving_model(
         self, rnd: Round, state: State
     ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch all models and take the best on the training data."""
-        _, offer = self.ask_server(
-            rnd, self.reply, model_request(state), state.shared, evaluating=True
-        )
+        offer = fetch_served_models(self, rnd, state)
         label, model = choose_cluster(rnd.task, offer)
         return rnd.task.apply_buffer_policy(state.params, model), {"label": label}
 

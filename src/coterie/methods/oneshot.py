@@ -40,14 +40,10 @@ class OneShot(ServerMethod):
         "environment, 2019, "
         "https://arxiv.org/abs/1906.06629",
     )
+    needs_single_models: ClassVar[str] = "its server groups single models by k-means"
     clusters: PositiveInt = 2
     warmup_rounds: PositiveInt = 10
     aggregation: Aggregation | None = None
-
-    @property
-    def needs_single_models(self) -> str:
-        """See `Method.needs_single_models`."""
-        return "its server groups single models by k-means"
 
     @property
     def averaging(self) -> Averaging:

@@ -22,6 +22,7 @@ from coterie.methods.base import (
     State,
     draw_peers_uniformly,
     mixing_report,
+    publish_all,
     similarity_report,
 )  # fmt: skip
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
@@ -122,7 +123,7 @@ class Panm(PeerMethod):
         # The paper counts rounds from 1.
         memory, number = state.memory, rnd.index + 1
         before = memory.bag
-        to_score, to_average = self.publish_all(rnd.task, state)
+        to_score, to_average = publish_all(self, rnd.task, state)
         early = number <= self.stage_one_rounds
         believed, candidates = self.choose_peers_to_score(
             rnd, memory, early, number % self.interval == 0

@@ -1,7 +1,7 @@
-"""What server-based methods have in common: a round of offer, local training and merge.
+"""What server-based methods have in common: a round of reply, local training and aggregation.
 
-In the first exchange of a round the cohort asks and the server offers models; in the second it
-sends what it trained and the server merges. `offer`, `deliver` and `merge` run where the server
+In the first exchange of a round the cohort asks and the server replies with models; in the second
+it sends what it trained and the server aggregates. `reply` and `aggregate` run where the server
 role is: they are pure functions of the server's state, the cohort's message and the context, and
 see nothing else of any client.
 """
@@ -218,6 +218,24 @@ def cluster_sizes(label: Int[Tensor, " population"], clusters: int) -> Int[Tenso
     return torch.bincount(label, minlength=clusters)
 
 
+def explain_single_models(method: Method) -> str:
+    """Say why a weighted mean of models is not enough for a method's server; "" where it is."""
+    if not isinstance(method, ServerMethod):
+        return method.needs_single_models
+    if (rule := method.averaging.rule) is not None and not method.needs_single_models:
+        return f"aggregation = {rule!r} merges single models"
+    reason, kinds = method.needs_single_models, type(method).__mro__
+    declares = next(
+        place for place, kind in enumerate(kinds) if "needs_single_models" in vars(kind)
+    )
+    # A subclass that sends more, or aggregates otherwise, is not known to need the mean alone,
+    # unless it says so itself.
+    for kind in kinds[:declares]:
+        if any(hook in vars(kind) for hook in ("aggregate", "publish", "round")):
+            return reason or ServerMethod.needs_single_models
+    return reason
+
+
 ServerRule = Callable[[ServerContext, Any, Message], tuple[Any, Reply]]
 
 
@@ -227,7 +245,7 @@ NO_MODEL = ReplyForm(0)
 
 @dataclass(frozen=True)
 class ServerMethod(Method):
-    """A method with a server. Subclasses write `merge`, and other parts that differ from FedAvg."""
+    """A method with a server: subclasses write `aggregate`, and what else differs from FedAvg."""
 
     server: ClassVar[bool] = True
     exchanges: ClassVar[int] = 2
@@ -235,19 +253,12 @@ class ServerMethod(Method):
         metrics.GRADIENT_VARIANCE,
         metrics.COMPOSED_GRADIENT_VARIANCE,
     )
+    needs_single_models: ClassVar[str] = "its server makes use of single models"
 
     @property
     def averaging(self) -> Averaging:
         """How the server averages."""
         return Averaging()
-
-    @property
-    def needs_single_models(self) -> str:
-        """Say why a mean is not enough; methods whose servers make no other use of models say "".
-
-        A subclass that leaves it as it is may use each of them.
-        """
-        return "its server makes use of single models"
 
     # ---------------------------------------------------------------- where the server role is
 
@@ -305,45 +316,6 @@ class ServerMethod(Method):
     def aggregate(self, context: ServerContext, shared: Any, message: Message) -> Any:
         """Return the server's new state; messages that are not valid are already left out."""
 
-    def _aggregate_valid(
-        self, refused: dict[int, str], context: ServerContext, shared: Any, message: Message
-    ) -> tuple[Any, Reply]:
-        """Aggregate the valid messages; `refused` receives why the other clients are left out."""
-        # One model with NaN would make the whole average NaN: it is left out before any rule sees
-        # it.
-        asked = message
-        reasons = validity.find_invalid(message)
-        message = take_valid(message, reasons)
-        if context.acceptance is not None and len(message):
-            message, far = validity.bound_messages(
-                message, getattr(shared, "models", None), context.acceptance
-            )
-            reasons |= far
-            message = take_valid(message, far)
-        refused |= reasons
-        if len(message):
-            # Without any valid message the state stays as it is.
-            shared = self.aggregate(context, shared, message)
-            if shared is None:
-                raise ConfigError(
-                    f"{self.kind}: aggregate returned None; expected the server's new state: is "
-                    "a `return` missing?"
-                )
-        return shared, empty_reply(asked)
-
-    def _aggregate_sum(
-        self, refused: dict[int, str], context: ServerContext, shared: Any, message: Message
-    ) -> tuple[Any, Reply]:
-        """Aggregate the weighted mean of the models alone; see `exchange.secure_sum`."""
-        asked = message
-        # Between machines the exchange adds masked models, and the message is their sum already.
-        if secure_sum.SUMMED not in message.fields:
-            assert context.sum_only is not None
-            message, unfit = secure_sum.sum_messages(message, context.sum_only)
-            refused |= unfit
-        # The mean stands for its cohort: it is the one model that there is.
-        return self.aggregate(replace(context, cohort=1), shared, message), empty_reply(asked)
-
     # ---------------------------------------------------------------- where the clients are
 
     def reply_form(self) -> ReplyForm | None:
@@ -355,61 +327,6 @@ class ServerMethod(Method):
         if type(self).reply is not ServerMethod.reply:
             return None
         return ReplyForm(1)
-
-    def ask_server(
-        self,
-        rnd: Round,
-        rule: ServerRule,
-        message: Message,
-        shared: Any,
-        expects: ReplyForm | None = None,
-        evaluating: bool = False,
-    ) -> tuple[Any, Inbox]:
-        """Send a message to the server and return its new state (where it is) and its answer.
-
-        Args:
-            rnd: the round.
-            rule: what the server does with the messages.
-            message: this one.
-            shared: the server's state, where it is.
-            expects: what the answer shows each client; for `reply`, `reply_form` when None.
-            evaluating: whether clients ask for models to measure, not to train.
-        """
-        # Bound methods are made at each access: `is` would never hold, `==` compares the function.
-        if expects is None and rule == self.reply:
-            expects = self.reply_form()
-        message = replace(message, expects=expects)
-        task, taking = rnd.task, int(rnd.reachable.sum())
-        context = ServerContext(
-            rnd.index, rnd.rng, task.layout, task.population, taking, task.sharing, evaluating,
-            rnd.acceptance, rnd.sum_only,
-        )  # fmt: skip
-        return rnd.exchange.ask_server(message, partial(rule, context), shared)
-
-    def send_models(self, rnd: Round, message: Message, shared: Any) -> tuple[Any, Info]:
-        """Send what clients trained; the server aggregates what is valid of it.
-
-        Returns:
-            The server's new state (where it is), and a report: where the server role is, and it
-            left any message out, how many.
-        """
-        refused: dict[int, str] = {}
-        rule = partial(self._aggregate_valid, refused)
-        if message.sum_only is not None:
-            rule = partial(self._aggregate_sum, refused)
-        shared, _ = self.ask_server(rnd, rule, message, shared, NO_MODEL)
-        if not refused:
-            return shared, {}
-        rnd.note_refused(refused)
-        count = torch.full((len(message),), len(refused), dtype=torch.float64)
-        return shared, {metrics.REFUSED.name: count}
-
-    def _limit_to_sum(self, rnd: Round, message: Message) -> Message:
-        """Return a message of which the server gets the weighted mean alone, where that is set."""
-        if rnd.sum_only is None:
-            return message
-        fields = {SAMPLES: self.averaging.client_weights(message)}
-        return replace(message, fields=fields, sum_only=rnd.sum_only)
 
     def init_memory(self, task: Task, rng: Rng) -> Any:
         """Return what clients remember before the first round."""
@@ -446,42 +363,28 @@ class ServerMethod(Method):
         """Return what clients send to the server, from their state and report of local work."""
         return Message(state.params, {"samples": rnd.task.num_samples})
 
-    def compute_extra_metrics(
-        self,
-        rnd: Round,
-        start: Float[Tensor, "clients params"],
-        params: Float[Tensor, "clients params"],
-        shared: Any,
-    ) -> Info:
-        """Return the round's optional reports, where the whole cohort and the server are."""
-        if not sees_whole_cohort(rnd):
-            return {}
-        return gradient_variance_report(rnd, start, params)
-
     def round(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Ask for a model, train it, send it."""
         request = model_request(state)
-        shared, reply = self.ask_server(rnd, self.reply, request, state.shared)
+        shared, reply = ask_server(rnd, self.reply, request, state.shared, self.reply_form())
         # What stays at home (statistics, personal tensors) replaces those columns before the
         # training.
         received = rnd.task.apply_buffer_policy(state.params, first_models(reply))
         new, info = self.local_update(rnd, replace(state, params=received), reply)
-        message = self._limit_to_sum(rnd, self.publish(rnd, new, info))
-        shared, refused = self.send_models(rnd, message, shared)
+        message = limit_to_sum(self, rnd, self.publish(rnd, new, info))
+        shared, refused = send_models(self, rnd, message, shared)
         return replace(new, shared=shared), {
             **info,
             **refused,
             **traffic_report(rnd, reply, request, message),
-            **self.compute_extra_metrics(rnd, received, new.params, shared),
+            **gradient_variance_report(rnd, received, new.params),
         }
 
     def serving_model(
         self, rnd: Round, state: State
     ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the newest model of each client's cluster."""
-        _, reply = self.ask_server(
-            rnd, self.reply, model_request(state), state.shared, evaluating=True
-        )
+        reply = fetch_served_models(self, rnd, state)
         received = rnd.task.apply_buffer_policy(state.params, first_models(reply))
         return received, {"label": reply.peers[:, 0]}
 
@@ -505,6 +408,120 @@ class ServerMethod(Method):
         if phase == "evaluate":
             return cost_of_moving(setting, 1)
         return cost_of_moving(setting, 2)
+
+
+# ---------------------------------------------------------------- what goes between them
+
+
+def ask_server(
+    rnd: Round,
+    rule: ServerRule,
+    message: Message,
+    shared: Any,
+    expects: ReplyForm | None = None,
+    evaluating: bool = False,
+) -> tuple[Any, Inbox]:
+    """Send a message to the server and return its new state (where it is) and its answer.
+
+    Args:
+        rnd: the round.
+        rule: what the server does with the messages.
+        message: this one.
+        shared: the server's state, where it is.
+        expects: what the answer shows each client; None where its form is not known.
+        evaluating: whether clients ask for models to measure, not to train.
+    """
+    message = replace(message, expects=expects)
+    task, taking = rnd.task, int(rnd.reachable.sum())
+    context = ServerContext(
+        rnd.index, rnd.rng, task.layout, task.population, taking, task.sharing, evaluating,
+        rnd.acceptance, rnd.sum_only,
+    )  # fmt: skip
+    return rnd.exchange.ask_server(message, partial(rule, context), shared)
+
+
+def fetch_served_models(method: ServerMethod, rnd: Round, state: State) -> Inbox:
+    """Ask the server for the models that serve the hosted clients; its state does not change."""
+    request, form = model_request(state), method.reply_form()
+    return ask_server(rnd, method.reply, request, state.shared, form, evaluating=True)[1]
+
+
+def send_models(
+    method: ServerMethod, rnd: Round, message: Message, shared: Any
+) -> tuple[Any, Info]:
+    """Send what clients trained; the server aggregates what is valid of it.
+
+    Returns:
+        The server's new state (where it is), and a report: where the server role is, and it
+        left any message out, how many.
+    """
+    refused: dict[int, str] = {}
+    rule = partial(_aggregate_valid, method, refused)
+    if message.sum_only is not None:
+        rule = partial(_aggregate_sum, method, refused)
+    shared, _ = ask_server(rnd, rule, message, shared, NO_MODEL)
+    if not refused:
+        return shared, {}
+    rnd.note_refused(refused)
+    count = torch.full((len(message),), len(refused), dtype=torch.float64)
+    return shared, {metrics.REFUSED.name: count}
+
+
+def limit_to_sum(method: ServerMethod, rnd: Round, message: Message) -> Message:
+    """Return a message of which the server gets the weighted mean alone, where that is set."""
+    if rnd.sum_only is None:
+        return message
+    fields = {SAMPLES: method.averaging.client_weights(message)}
+    return replace(message, fields=fields, sum_only=rnd.sum_only)
+
+
+def _aggregate_valid(
+    method: ServerMethod,
+    refused: dict[int, str],
+    context: ServerContext,
+    shared: Any,
+    message: Message,
+) -> tuple[Any, Reply]:
+    """Aggregate the valid messages; `refused` receives why the other clients are left out."""
+    # One model with NaN would make the whole average NaN: it is left out before any rule sees
+    # it.
+    asked = message
+    reasons = validity.find_invalid(message)
+    message = take_valid(message, reasons)
+    if context.acceptance is not None and len(message):
+        message, far = validity.bound_messages(
+            message, getattr(shared, "models", None), context.acceptance
+        )
+        reasons |= far
+        message = take_valid(message, far)
+    refused |= reasons
+    if len(message):
+        # Without any valid message the state stays as it is.
+        shared = method.aggregate(context, shared, message)
+        if shared is None:
+            raise ConfigError(
+                f"{method.kind}: aggregate returned None; expected the server's new state: is "
+                "a `return` missing?"
+            )
+    return shared, empty_reply(asked)
+
+
+def _aggregate_sum(
+    method: ServerMethod,
+    refused: dict[int, str],
+    context: ServerContext,
+    shared: Any,
+    message: Message,
+) -> tuple[Any, Reply]:
+    """Aggregate the weighted mean of the models alone; see `exchange.secure_sum`."""
+    asked = message
+    # Between machines the exchange adds masked models, and the message is their sum already.
+    if secure_sum.SUMMED not in message.fields:
+        assert context.sum_only is not None
+        message, unfit = secure_sum.sum_messages(message, context.sum_only)
+        refused |= unfit
+    # The mean stands for its cohort: it is the one model that there is.
+    return method.aggregate(replace(context, cohort=1), shared, message), empty_reply(asked)
 
 
 def extend_labels(
@@ -582,7 +599,7 @@ def gradient_variance_report(
         params: what it returns.
     """
     asked = [one.name for one in ServerMethod.reports if one.name in rnd.metrics]
-    if not asked:
+    if not asked or not sees_whole_cohort(rnd):
         return {}
     layout, updates, found, gather = rnd.task.layout, params - start, {}, find_gather(rnd.exchange)
     for name in asked:

@@ -26,9 +26,10 @@ from coterie.methods.server import (
     Averaging,
     Clusters,
     ServerContext,
+    ask_server,
     empty_reply,
+    fetch_served_models,
     first_models,
-    model_request,
 )
 from coterie.models import simplex_layers
 from coterie.models.layout import ModelFactory
@@ -82,6 +83,9 @@ class SimplexMethod(OneModel):
     """
 
     scope: ClassVar[Literal["head", "all"]] = "head"
+    needs_single_models: ClassVar[str] = (
+        "its server groups clients by what each sends of its labels or gradients"
+    )
     endpoints: PositiveInt = 10
     regions: PositiveInt = 10
     warmup_rounds: NonNegativeInt = 0
@@ -91,11 +95,6 @@ class SimplexMethod(OneModel):
     head_lr_scale: PositiveFloat = 1.0
     test_samples: PositiveInt = 1
     aggregation: Aggregation | None = None
-
-    @property
-    def needs_single_models(self) -> str:
-        """See `Method.needs_single_models`."""
-        return "its server groups clients by what each sends of its labels or gradients"
 
     @property
     def averaging(self) -> Averaging:
@@ -303,8 +302,7 @@ class SimplexMethod(OneModel):
             return state
         message = Message(state.params[:, :0], {"counts": rnd.task.class_counts()})
         return replace(
-            state,
-            shared=self.ask_server(rnd, self._register_counts, message, state.shared, NO_MODEL)[0],
+            state, shared=ask_server(rnd, self._register_counts, message, state.shared, NO_MODEL)[0]
         )
 
     def _region_sampler(self) -> Callable[..., Tensor]:
@@ -370,9 +368,7 @@ class SimplexMethod(OneModel):
         self, rnd: Round, state: State
     ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Fetch the simplex and evaluate at the client's region center."""
-        _, offer = self.ask_server(
-            rnd, self.reply, model_request(state), state.shared, evaluating=True
-        )
+        offer = fetch_served_models(self, rnd, state)
         rows = rnd.task.apply_buffer_policy(state.params, first_models(offer))
         return self.compose_models(rnd, rows, offer), {"label": offer.peers[:, 0]}
 
@@ -385,9 +381,7 @@ class SimplexMethod(OneModel):
 
     def newcomer_model(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
         """Fetch the simplex and stand at its barycenter."""
-        _, offer = self.ask_server(
-            rnd, self.reply, model_request(state), state.shared, evaluating=True
-        )
+        offer = fetch_served_models(self, rnd, state)
         rows = rnd.task.apply_buffer_policy(state.params, first_models(offer))
         # A newcomer has no region yet.
         middle = torch.full((len(rows), 1, self.endpoints), 1 / self.endpoints, dtype=torch.float64)
@@ -529,9 +523,7 @@ class SosicFlPlus(SimplexMethod):
         self, rnd: Round, state: State
     ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Evaluate at the region center of the client's own simplex, or else of the global one."""
-        _, offer = self.ask_server(
-            rnd, self.reply, model_request(state), state.shared, evaluating=True
-        )
+        offer = fetch_served_models(self, rnd, state)
         received = rnd.task.apply_buffer_policy(state.params, first_models(offer))
         own = _own_or_received(state.memory, received)
         return self.compose_models(rnd, own, self._personal_offer(offer)), {

@@ -33,6 +33,7 @@ from coterie.methods.base import (
     State,
     check_returned_round,
     check_returned_state,
+    list_report_metrics,
 )
 from coterie.rng import Rng
 from coterie.runtime import final_metrics
@@ -157,7 +158,7 @@ class Loop:
         self.validation: dict[str, Tensor] = {}
         self.train_samples = 0
         self.undefined_reasons: dict[str, str] = {}  # why final metrics are NaN
-        self.recorded_metrics = method.report_metrics()  # of what rounds report
+        self.recorded_metrics = list_report_metrics(method)  # of what rounds report
         for extension in self.extensions:
             self.recorded_metrics |= index_by_name(extension.report_metrics())
         self.counted = self.select_counted(task.ids)  # hosted clients that count in results

@@ -35,6 +35,8 @@ from coterie.methods.base import (
     Round,
     State,
     check_returned_round,
+    exchange_with_retries,
+    train_locally,
     zip_tensors,
 )
 from coterie.methods.server import ServerContext, ServerMethod
@@ -400,18 +402,18 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
             rnd = now.make_round(number, now.task, state.params)
             if going is not None:
                 rnd = replace(rnd, reachable=reachable)
-            found, _ = method.exchange_with_retries(rnd, state)
+            found, _ = exchange_with_retries(method, rnd, state)
             # Only the rows that learn in this pass change.
             new = new.replace_rows(learning, found.select_rows(learning))
         return new
 
     def train_models(index: int, state: State, active: Tensor, local: LocalTraining) -> State:
         rnd = replace(now.make_round(index, now.newcomer_task, state.params[rows]), local=local)
-        new = state.replace_rows(rows, method.train_locally(rnd, state.select_rows(rows))[0])
+        new = state.replace_rows(rows, train_locally(method, rnd, state.select_rows(rows))[0])
         if going is not None and len(active):
             task = now.task.select_clients(active)
             rnd = now.make_round(going.next_round + index, task, state.params[active])
-            found, _ = method.train_locally(rnd, state.select_rows(active))
+            found, _ = train_locally(method, rnd, state.select_rows(active))
             new = new.replace_rows(active, found)
         return new
 

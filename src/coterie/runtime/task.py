@@ -10,6 +10,7 @@ from coterie.engine.task import EngineOptions, ModelSpec, Task, Workload
 from coterie.errors import ConfigError
 from coterie.functional.losses import default_loss
 from coterie.methods.base import Method
+from coterie.methods.server import explain_single_models
 from coterie.models.layout import ModelSource, find_adapter, find_output_name, resolve_model
 from coterie.models.pretrained import AdapterConfig
 from coterie.runtime.settings import DTYPES, Settings
@@ -40,7 +41,7 @@ def make_task(
             unknown.
         ModelError: when the module cannot be trained on such data.
     """
-    if settings.secure_terms is not None and (reason := method.needs_single_models):
+    if settings.secure_terms is not None and (reason := explain_single_models(method)):
         raise ConfigError(f"secure_aggregation is set; {method.kind} cannot have it: {reason}")
     if method.sums_groups:
         for name in ("acceptance", "attacks"):

@@ -34,10 +34,13 @@ from coterie.methods.base import (
     PeerMethod,
     Round,
     State,
+    can_train_in_place,
     check_returned_round,
     concatenate_rows,
+    exchange_with_retries,
     list_tensors,
     map_tensors,
+    train_locally,
 )
 from coterie.rng import Rng, RngByClient, RoundsDiffer
 from coterie.runtime.extensions import Extension
@@ -376,7 +379,7 @@ class AsynchronousLoop(Loop):
                 own = source.select_rows(rows)
             self.boards.set_readers(rows, now)
             rnd = self._make_own_round(rows, rounds, self.boards, own.params)
-            new, info = self.peer_method.exchange_with_retries(rnd, own)
+            new, info = exchange_with_retries(self.peer_method, rnd, own)
             if "peers" not in info:
                 return new, info
             found = self.boards.find_messages(rows, now, info["peers"])
@@ -425,9 +428,9 @@ class AsynchronousLoop(Loop):
         own = self.flight.select_rows(rows)
         rnd = self._make_own_round(rows, rounds, self.boards, own.params)
         # The rows are copies, which may be trained in place unless the method compares.
-        method, alone = self.peer_method, self.peer_method.can_train_in_place(own, self.flight)
+        method, alone = self.peer_method, can_train_in_place(self.peer_method, own, self.flight)
         new, info = check_returned_round(
-            method, "local_update", method.train_locally(rnd, own, alone), rnd.task
+            method, "local_update", train_locally(method, rnd, own, alone), rnd.task
         )
         values = rnd.task.evaluator.evaluate_split(new.params, "validation")
         return new, info, map_values(Tensor.cpu, values)

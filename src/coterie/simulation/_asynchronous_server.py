@@ -21,7 +21,7 @@ from coterie.exchange.narrowed import narrow_exchange, narrow_message
 from coterie.functional import metrics
 from coterie.methods.base import Info, State
 from coterie.methods.fedavg import OneModel
-from coterie.methods.server import ServerMethod, model_request
+from coterie.methods.server import ServerMethod, model_request, send_models
 from coterie.runtime.virtual_time import SECOND
 from coterie.simulation._asynchronous import (
     IDLE,
@@ -33,7 +33,7 @@ from coterie.simulation._asynchronous import (
 from coterie.simulation._publishing import StandingExchange
 
 # Steps of a round that this loop does in place of `ServerMethod.round`.
-_STEPS = ("round", "reply", "publish", "send_models")
+_STEPS = ("round", "reply", "publish")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +201,7 @@ class AsynchronousServerLoop(AsynchronousLoop):
             self._make_round(self.version, rows, rows),
             exchange=narrow_exchange(door, self.task.sharing, message.params),
         )
-        shared, report = self.server_method.send_models(rnd, message, self.state.shared)
+        shared, report = send_models(self.server_method, rnd, message, self.state.shared)
         if metrics.REFUSED.name in report:
             # By client, of which a buffer may hold two updates.
             self._left_out += sum(client in self.refused for client in rows.tolist())

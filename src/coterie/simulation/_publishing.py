@@ -11,7 +11,7 @@ from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Message
 from coterie.exchange.narrowed import narrow_message
-from coterie.methods.base import PeerMethod, State
+from coterie.methods.base import PeerMethod, State, publish_all
 from coterie.rng import Rng
 
 
@@ -58,7 +58,7 @@ def make_published_messages(method: PeerMethod, task: Task, state: State) -> lis
     """Return what leaves clients in each exchange; models shared by exchanges are cut once."""
     models: dict[int, Tensor] = {}
     out = []
-    for message in method.publish_all(task, state):
+    for message in publish_all(method, task, state):
         key = id(message.params)
         if key not in models:
             models[key] = narrow_message(task.sharing, message).params

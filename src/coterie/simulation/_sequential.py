@@ -28,7 +28,10 @@ from coterie.methods.base import (
     Round,
     State,
     concatenate_rows,
+    exchange_with_retries,
     map_tensors,
+    publish_all,
+    train_locally,
 )
 from coterie.rng import Rng
 from coterie.runtime.extensions import Extension
@@ -83,7 +86,7 @@ class SequentialLoop(Loop):
             models = self.state.params
         state = dataclasses.replace(self.state.select_rows(stopped), params=models[stopped])
         # Stopped clients publish in every exchange, as if they acted with these models.
-        messages = method.publish_all(self.task.select_clients(stopped), state)
+        messages = publish_all(method, self.task.select_clients(stopped), state)
         return [dataclasses.replace(message, ids=self.task.ids[stopped]) for message in messages]
 
 
@@ -178,7 +181,7 @@ def run_sequential_round(
     early = rnd.order == "train_first"
     together: dict[str, Tensor] = {}  # what training all clients at once reports
     if early and schedule == "sequential_exchange":
-        state, info = method.train_locally(rnd, state)
+        state, info = train_locally(method, rnd, state)
         together = {**info, "trained": state.params}
     # Copies: rows are assigned below, and the caller's state must not change.
     state = State(state.params.clone(), map_tensors(state.memory, torch.clone), state.shared)
@@ -207,14 +210,14 @@ def run_sequential_round(
         own, info = state.select_rows(rows), {}
         part = dataclasses.replace(rnd, task=rnd.task.select_clients(rows))
         if schedule == "sequential" and early:
-            own, trained = method.train_locally(part, own)
+            own, trained = train_locally(method, part, own)
             info = {**trained, "trained": own.params}
         live.set_active(part.ids)
         door = narrow_exchange(live, shares, own.params)
-        own, report = method.exchange_with_retries(dataclasses.replace(part, exchange=door), own)
+        own, report = exchange_with_retries(method, dataclasses.replace(part, exchange=door), own)
         info = {**info, **report}
         if schedule == "sequential" and not early:
-            own, trained = method.train_locally(part, own)
+            own, trained = train_locally(method, part, own)
             info = {**info, **trained}
         state.assign_rows(rows, own)
         # After the whole wave: its clients do not depend on each other.
@@ -222,7 +225,7 @@ def run_sequential_round(
         infos.append(info)
     joined = _join_reports(infos, acted) | together
     if schedule == "sequential_exchange" and not early:
-        state, trained = method.train_locally(rnd, state)
+        state, trained = train_locally(method, rnd, state)
         joined |= trained
     return state, joined
 

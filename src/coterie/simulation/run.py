@@ -31,7 +31,7 @@ from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
 from coterie.exchange.base import Exchange
 from coterie.exchange.in_memory import InMemory
 from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics
-from coterie.methods.base import Method
+from coterie.methods.base import Method, list_report_metrics
 from coterie.methods.cost import CostSetting
 from coterie.models.layout import ModelSource, NamedModel, custom_model_name
 from coterie.rng import Rng
@@ -217,7 +217,7 @@ class Run(Described):
         """Return a title and a summary of the results by name; `print` and notebooks show it."""
         table = self.metrics
         last = int(table["round"].to_numpy().max())
-        known, final = Metrics({**REGISTRY, **self.method.report_metrics()}), {}
+        known, final = Metrics({**REGISTRY, **list_report_metrics(self.method)}), {}
         known |= index_by_name(self.settings.output_metrics)
         tests = select_final_tests(table).set_index("client")
         losses = tests.loc[(tests["metric"] == LOSS.name).to_numpy(), "value"]

@@ -25,7 +25,7 @@ from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
 from coterie.exchange.mailbox import Mailbox, PostOffice
 from coterie.functional.selection import cohort_size
-from coterie.methods.base import Method, PeerMethod, State, map_tensors
+from coterie.methods.base import Method, PeerMethod, State, list_report_metrics, map_tensors
 from coterie.models.layout import ModelSource, find_adapter, find_output_name, resolve_model
 from coterie.rng import EVERYONE, Rng
 from coterie.runtime.loop import Loop, Undeclared
@@ -233,7 +233,7 @@ def _check_description(method: Method) -> None:
     for name in ("kind", "summary"):
         assert isinstance(getattr(method, name, None), str), f"a method has a {name}"
     assert copy.copy(method) == method, "methods with equal fields are equal"
-    method.report_metrics()
+    list_report_metrics(method)
 
 
 def _check_arguments(make: _RunFactory) -> Float[Tensor, "clients params"]:

@@ -338,7 +338,10 @@ def test_a_host_of_some_clients_cannot_say_what_is_of_all():
     loop = testing.run_method(FedGwc(), settings=settings)
     part = loop._make_round(1, torch.arange(2), torch.arange(6))
     rows = loop.state.params[:2]
-    assert loop.method.compute_extra_metrics(part, rows, rows, loop.state.shared) == {}  # type: ignore[attr-defined]
+    assert gradient_variance_report(part, rows, rows) == {}
+    loop.exchange.set_active(torch.arange(2))
+    _, report = loop.method.round(part, loop.state.select_rows(torch.arange(2)))
+    assert "interaction_change" not in report
 
 
 def test_a_run_says_why_a_metric_is_not_defined(tmp_path: Path):

@@ -14,7 +14,7 @@ from coterie.cli.app import app
 from coterie.errors import ConfigError
 from coterie.functional.metrics import LOSS, Metric
 from coterie.methods import METHODS
-from coterie.methods.base import Info, PeerMethod, Round, State
+from coterie.methods.base import Info, PeerMethod, Round, State, list_report_metrics
 from coterie.methods.local import Local
 from coterie.report import trackers
 from coterie.report.data import build_payload
@@ -181,8 +181,11 @@ def test_a_name_that_means_something_else_is_refused(name):
     class Wrong(PeerMethod):
         reports: ClassVar[tuple[Metric, ...]] = (Metric(name),)
 
+        def exchange(self, rnd, state):
+            return state, {}
+
     with pytest.raises(ConfigError, match=f"{name}.*nothing else in a run has"):
-        Wrong.report_metrics()
+        list_report_metrics(Wrong())
 
 
 def test_a_damaged_description_is_a_problem_of_that_run(small, listed):

@@ -12,7 +12,13 @@ from coterie.engine.task import Task
 from coterie.exchange.base import Inbox, Message, Reply, ReplyForm
 from coterie.methods.base import Info, Round, State
 from coterie.methods.ditto import PersonalMemory
-from coterie.methods.server import ServerContext, ServerMethod, first_models, model_request
+from coterie.methods.server import (
+    ServerContext,
+    ServerMethod,
+    ask_server,
+    first_models,
+    model_request,
+)
 from coterie.rng import Rng
 from coterie.testing import check_method
 from coterie.testing.methods import describe_difference
@@ -85,7 +91,7 @@ class FedAmpWithMean(FedAmp):
 
     def newcomer_model(self, rnd: Round, state: State) -> Tensor:
         request = model_request(state)
-        _, reply = self.ask_server(rnd, _reply_with_mean, request, state.shared, ReplyForm(1))
+        _, reply = ask_server(rnd, _reply_with_mean, request, state.shared, ReplyForm(1))
         return first_models(reply)
 
 
