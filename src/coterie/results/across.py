@@ -109,6 +109,7 @@ def compare_across(
             for label, own_differences in changed.items():
                 behind[label] = _name_methods(names, own_differences)[place]
         called.append({label: f"{label} ({title})" for label, title in behind.items()})
+    # As methods of one study, within which pairs are made; labels say which study they are of.
     renamed = []
     for name_of, group in zip(called, groups, strict=True):
         for run in group:
@@ -125,16 +126,34 @@ def compare_across(
     found = [pair for pair in compare_methods(renamed, planted) if pair.key in wanted]
     own = pairs.select_pairs(found, metric=known.name, cluster=cluster, share=share)
     both = f"{names[0]} and {names[1]}"
+    notes = _describe_differences(both, groups, differences, changed)
+    if not own:
+        over = describe_clients(cluster)
+        notes.append(f"{both}: there is no pair of methods to compare by {known.name} {over}.")
+    return CrossComparison(names, known, own, notes)
+
+
+def _describe_differences(
+    both: str,
+    groups: Sequence[Sequence[StoredRun]],
+    differences: Sequence[_Difference],
+    changed: Mapping[str, Sequence[_Difference]],
+) -> list[str]:
+    """Describe in which settings and data two studies differ, and in those of their methods.
+
+    Args:
+        both: the names of the two.
+        groups: the runs of each.
+        differences: outside the methods.
+        changed: of each method that both have, by label.
+    """
     notes = [f"{both}: {_list_texts(differences)}."] if differences else []
     if _have_other_data(groups) and not any(path.startswith("data.") for path, *_ in differences):
         notes.append(f"{both}: their data differ, though their settings of data do not.")
     for label, own_differences in changed.items():
         if own_differences:
             notes.append(f"{both}: {label}: {_list_texts(own_differences)}.")
-    if not own:
-        over = describe_clients(cluster)
-        notes.append(f"{both}: there is no pair of methods to compare by {known.name} {over}.")
-    return CrossComparison(names, known, own, notes)
+    return notes
 
 
 def correct_together(found: Sequence[CrossComparison]) -> list[CrossComparison]:

@@ -115,13 +115,28 @@ def tabulate_setting(
         known = known.add_stored(content.get("metrics") or {})
     name = metric or known.choose_main(row["metric"] for row in rows)
     own = [one for one in compared if one[2].metric == name]
+    placed = _correct_pairs(own, rest, name, cluster)
+    return VariedResults(setting, known[name], rows, placed, notes)
+
+
+def _correct_pairs(
+    compared: Sequence[tuple[str, Path, Pair]], rest: Mapping[Path, str], metric: str, cluster: str
+) -> list[Pair]:
+    """Correct the pairs of a table for their number, and name them as its rows are named.
+
+    Args:
+        compared: the value of the setting, the folder of the study, and the pair.
+        rest: what the label of each study's methods ends with.
+        metric: of all pairs.
+        cluster: of all pairs.
+    """
     # Corrected again for all pairs of the table, which is read as a whole.
-    corrected = pairs.select_pairs([pair for *_, pair in own], metric=name, cluster=cluster)
+    corrected = pairs.select_pairs([pair for *_, pair in compared], metric=metric, cluster=cluster)
     placed = []
-    for (place, folder, _), pair in zip(own, corrected, strict=True):
+    for (place, folder, _), pair in zip(compared, corrected, strict=True):
         a, b = pair.method_a + rest[folder], pair.method_b + rest[folder]
         placed.append(replace(pair, method_a=a, method_b=b, cluster=place))
-    return VariedResults(setting, known[name], rows, placed, notes)
+    return placed
 
 
 def name_other_settings(
@@ -180,6 +195,7 @@ def find_value(config: Mapping[str, Any], name: str) -> Any:
     """
     method = (config.get("methods") or [config.get("method") or {}])[0]
     if "." not in name:
+        # In this order: what a method sets for itself wins over the study's.
         for place in (method, config.get("local") or {}, config.get("data") or {}, config):
             if name in place:
                 return place[name]
