@@ -24,8 +24,11 @@ import errno
 import re
 from collections.abc import Iterable
 
+# A full disk, a quota, and a limit of the size of files.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Libraries in Rust, such as safetensors, put the system's number into their text.
 _NO_ROOM_TEXT = re.compile(r"no space left on device|os error (\d+)", re.IGNORECASE)
+# As the allocators of PyTorch say it, for the CPU and for CUDA, in lower case.
 _NO_MEMORY = ("can't allocate memory", "cannot allocate memory", "out of memory")
 
 
@@ -120,6 +123,7 @@ class DiskFull(CoterieError, OSError):
         """
         if isinstance(error, DiskFull):
             return True
+        # Its text is ours, and may quote any other.
         if isinstance(error, CoterieError):
             return False
         if isinstance(error, OSError) and error.errno is not None:

@@ -141,6 +141,7 @@ def _copy_lazy_module(module: nn.Module) -> nn.Module:
                 device=buffer.device,  # type: ignore[call-arg]
                 dtype=buffer.dtype,  # type: ignore[call-arg]
             )
+            # `copy.deepcopy` takes what its memo has for a copy that was made already.
             memo[id(buffer)] = made
     return copy_deeply(module, memo)
 
@@ -193,6 +194,7 @@ class ModuleMaker:
             # Numbers first; embeddings take whole numbers alone.
             for dtype in (torch.get_default_dtype(), torch.int64):
                 try:
+                    # In evaluation, so that the zeros reach no running statistics.
                     args, named = self._make_arguments(dtype)
                     module.eval()(*args, **named)
                     break

@@ -104,6 +104,7 @@ def _convert_numbers(module: nn.Module, dtype: torch.dtype) -> nn.Module:
             return tensor.to(dtype)
         return tensor
 
+    # Not `to(dtype)`, which would cut complex numbers to their real part.
     return module._apply(convert)
 
 
@@ -236,6 +237,7 @@ class Layout:
         _refuse_complex(module)
         self.train_module = _convert_numbers(copy_deeply(module), dtype).train()
         if self.arguments != InputConversion():
+            # Before the module's own hooks, which take the arguments of its `forward`.
             self.train_module.register_forward_pre_hook(
                 self.arguments, with_kwargs=True, prepend=True
             )
@@ -347,6 +349,7 @@ class Layout:
         found: dict[str, tuple[str, ...]] = {}
         for slot in self.slots:
             path = layer_of(slot.name)
+            # Trained tensors come first: a buffer counts where its layer has been found by then.
             if slot.stop <= self.trainable or path in found:
                 found[path] = (*found.get(path, ()), slot.name)
         return found
@@ -358,6 +361,7 @@ class Layout:
             >>> Layout(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))).normalization_tensors()
             ('1.weight', '1.bias')
         """
+        # `_NormBase` is the base of all batch and instance normalizations.
         kinds = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
         modules = self.train_module.named_modules()
         paths = {path for path, part in modules if isinstance(part, kinds)}

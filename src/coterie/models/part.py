@@ -67,6 +67,7 @@ class ColumnSet:
         if len(self.ranges) == 1:
             start, stop = self.ranges[0]
             return rows[:, start:stop]
+        # Without any columns there is one empty part: `torch.cat` takes no empty list.
         return torch.cat(
             [rows[:, start:stop] for start, stop in self.ranges] or [rows[:, :0]], dim=1
         )
@@ -181,6 +182,7 @@ def _list_slots(layout: Layout, inside: Bool[Tensor, " params"], packed: bool) -
     found, place = [], 0
     for slot in layout.slots:
         size = slot.stop - slot.start
+        # Patterns choose whole tensors: none is inside in part.
         if not bool(inside[slot.start : slot.stop].all()):
             continue
         start = place if packed else slot.start
@@ -207,6 +209,7 @@ def match_patterns(layout: Layout, patterns: Sequence[str], what: str) -> Bool[T
     """
     # What takes out comes last, whatever the order given.
     ordered = sorted(patterns, key=lambda pattern: pattern.startswith("!"))
+    # True without any patterns, too: then nothing is taken out, and everything is chosen.
     takes_out_only = all(pattern.startswith("!") for pattern in patterns)
     names, mask = layout.original_names, torch.full((layout.size,), takes_out_only)
     for pattern in ordered:

@@ -118,6 +118,7 @@ def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
                 "members"
             )
         for name, (days, due) in rosters.find_ends(roster, datetime.now(UTC)).items():
+            # A member whose certificate is a problem already is not named twice.
             if due is not None and not any(name in problem for problem in problems):
                 report(f"the certificate of {name} ends in {days:.0f} days; it needs a new one")
         study, label, seed = file.select_run()
@@ -132,6 +133,7 @@ def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
         report(str(error), False)
         return None
     agreed = plan.common_settings(roster.population)
+    # A roster that names no study is a problem that `check_file` has reported.
     same = roster.study in ("", heads.study_hash(agreed))
     text = "is" if same else "is not"
     report(f"study: {label} with seed {seed} {text} what the roster says", same)
@@ -267,6 +269,7 @@ def compare_models(node: Node, others: Mapping[str, Head]) -> tuple[str, bool]:
         if outputs != federation.outputs:
             there += f" --classes {outputs}"
         text += f"; the roster was written for {there}"
+    # The majority shows whether the roster or this node's data are the odd one.
     alike = sum(head.schema == node.schema for head in others.values())
     agreed = sum(head.schema == roster.schema for head in others.values())
     if alike > agreed:
@@ -305,6 +308,7 @@ def find_shapes(
         schema: the hash.
     """
     until = time.monotonic() + _SEARCH
+    # The first axis: the columns of a table, or the channels of an image.
     near = sorted(range(1, _NEAR), key=lambda n: abs(n - features[0]))
     # Numbers of outputs first: there are few that anybody has.
     shapes = [(features, n) for n in range(1, 65)]
@@ -345,6 +349,7 @@ def explain_silence(member: Member) -> str:
                 "its port is open, but it does not answer as this member: another program, an "
                 "older roster, or a device in between that opens TLS"
             )
+    # The three kinds that say more are OSErrors, too, and come first.
     except socket.gaierror:
         return f"the host name {host} is not known here: DNS"
     except TimeoutError:

@@ -237,6 +237,7 @@ def lay_out(
             "certificate": f"keys/members/{name}.pem",
         }
         if name not in names:
+            # A relay has no data and no study, and is not among the nodes that are returned.
             write_atomically(files.pop(name), ("\n".join(_format_keys(own)) + "\n").encode())
             continue
         own |= {
@@ -391,6 +392,7 @@ def compare_with_simulation(
     simulated = replace(study, methods=(replace(study.methods[0], label="simulated"),))
     run_study(simulated, out=folder / "runs", overwrite=True, data_dir=data_dir)
     join_results(folder, study, names, "nodes")
+    # One study with two labels, so that a report shows both runs next to each other.
     both = tuple(replace(study.methods[0], label=label) for label in ("nodes", "simulated"))
     top = folder / "runs" / study.name
     written = config.format_study(replace(study, methods=both)).encode()

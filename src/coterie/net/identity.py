@@ -284,6 +284,7 @@ def certificate_name(certificate: x509.Certificate | x509.CertificateSigningRequ
 
 def common_name(certificate: x509.Certificate) -> str:
     """Return a certificate's common name: its key's fingerprint, in older ones the name."""
+    # For its checks alone: the subject has the form of a member's.
     certificate_name(certificate)
     return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
 

@@ -118,6 +118,7 @@ def find_participants(
             "round, or a server"
         )
     population, known = roster.population, roster.client_names
+    # A client has its member's name where it is its only one; a study may name it so.
     names = [known.get(client, "") for client in range(population)] if known else []
     new = set(choose_newcomers(settings.new_clients, population, names, seed).tolist())
     # Members of the run come first, so that their run is that of a smaller federation.
@@ -152,6 +153,7 @@ def _make_participants(
         if max(moved.clients, default=-1) < taking:
             here.append(moved)
     removed = tuple(sorted(place[c] for c in roster.removed))
+    # The run's own roster names none of the newcomers, so none that was removed.
     gone = tuple(c for c in removed if c < taking)
     return Participants(
         ids,
@@ -193,6 +195,7 @@ def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
     else:
         assert isinstance(method, PeerMethod)
         task = wide()
+        # Newcomers get what is shared alone, as peers do in a round.
         message = narrow_message(task.sharing, method.publish(task, join_states(loop, task)))
         answers = {client: row_of(message, row) for row, client in enumerate(task.ids.tolist())}
     for client, tensors in answers.items():

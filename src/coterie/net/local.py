@@ -68,6 +68,7 @@ def connect_in_process(
     who, keys = make_members(groups, server=server)
     exchanges = []
     for member, key in zip(who.members, keys, strict=True):
+        # A node each, with a key of its own: messages are signed and checked as between machines.
         transport = InProcess(hub, member.name)
         post = Post(transport, who, make_signer(key), terms=terms, **options)
         exchanges.append(RemoteExchange(post))
@@ -105,6 +106,7 @@ def create_credentials(
                 folder / "ca.pem",
             )
         )
+    # `everyone` has the members first, and the relays behind them.
     number = len(who.members)
     signed = replace(
         who, members=tuple(made[:number]), relays=tuple(made[number:]), study=study, schema=schema

@@ -316,6 +316,7 @@ def load_own_rows(
         made = _call_function(source.function)
         if isinstance(made, Federation):
             return _place_rows(made, clients, population)
+        # Two pairs are samples and test set; else the two are x and y of all samples.
         pair, test = (
             made if all(isinstance(one, tuple) and len(one) == 2 for one in made) else (made, None)
         )
@@ -340,6 +341,7 @@ def load_own_rows(
     federation = from_arrays(
         x,
         y,
+        # One client's, under a name that is dropped again below.
         clients=["own"] * len(y),
         test=test,
         classes=source.classes,
@@ -392,6 +394,7 @@ def _build_dataset(file: NodeFile, seed: int, clients: tuple[int, ...]) -> Feder
 
 def _place_rows(federation: Federation, clients: tuple[int, ...], population: int) -> Federation:
     """Give rows their ids in the population; rows that have ids already are chosen by them."""
+    # Ids of a smaller federation are its own, and say nothing about this population.
     if federation.population == population and set(clients) <= set(federation.ids.tolist()):
         return federation.host(list(clients))
     if len(federation) != len(clients):
@@ -412,6 +415,7 @@ def _load_arrays(path: Path) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the arrays in {path}: {error}") from None
     for names in (("x", "y"), ("x_test", "y_test")):
+        # Without either of them there is no test set; one alone is a mistake.
         if len(found.keys() & set(names)) == 1:
             raise DataError(
                 f"{path} holds {', '.join(found)}; expected both of {' and '.join(names)}"

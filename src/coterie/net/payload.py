@@ -202,6 +202,7 @@ def decode(payload: bytearray, template: Template, *, half: bool = False) -> dic
     axes: dict[str, int] = {}
     position, out = 0, {}
     # By place: each tensor begins where the one before ends, so no byte is unused or used twice.
+    # By their ends too, since an empty tensor begins where the next one does.
     for name, (dtype, shape, begin, end) in sorted(
         entries.items(), key=lambda e: (e[1][2], e[1][3])
     ):
@@ -226,6 +227,7 @@ def decode(payload: bytearray, template: Template, *, half: bool = False) -> dic
 def _decode_tensor(
     name: str, payload: bytearray, at: int, dtype: torch.dtype, shape: tuple[int, ...], count: int
 ) -> Tensor:
+    # `torch.frombuffer` refuses a count of 0.
     if not count:
         return torch.zeros(shape, dtype=dtype)
     if dtype == torch.bool:
@@ -251,6 +253,7 @@ def _is_usable(tensor: Tensor, gaps: bool) -> bool:
 def _decode_header(
     payload: bytearray,
 ) -> tuple[dict[str, tuple[torch.dtype, tuple[int, ...], int, int]], int]:
+    # What the sender claims: it is bounded before anything of that length is read.
     length = int.from_bytes(payload[:8], "little")
     if len(payload) < 8 or length > min(MAX_HEADER, len(payload) - 8):
         raise Refused("header", f"a header of {length} bytes in a payload of {len(payload)}")
@@ -280,6 +283,7 @@ def _decode_header(
 
 
 def _are_naturals(value: Any) -> bool:
+    # By the exact type, since a bool is an int, too.
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 40 for n in value)
 
 
@@ -295,6 +299,7 @@ def _check_shape(
         wanted, pattern = template.tensors[name]
         wanted = torch.float16 if half and name in template.halved else wanted
     else:
+        # A free tensor brings its own type and shape; the template knows its first axis alone.
         wanted, pattern = dtype, (template.lead, *shape[1:])
     if dtype != wanted:
         raise Refused("dtype", f"{name} is {dtype}; expected {wanted}")

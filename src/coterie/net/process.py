@@ -209,6 +209,7 @@ def run_node(path: Path, *, role: str | None = None, insecure: bool = False) -> 
         file = replace(file, role=role)
     name = load_credentials(file)[1].name
     folder = run_folder(file, name)
+    # A run that is over has nothing left to do, unless others join late and ask this node.
     if checkpoint.is_finished(folder) and not _answers_newcomers(file, name):
         status = _find_status(folder)
         marked = ", some of its rounds without any message of another member" if status else ""
@@ -222,6 +223,7 @@ def run_node(path: Path, *, role: str | None = None, insecure: bool = False) -> 
         with open_node(file, insecure=insecure) as node:
             node.run()
         summary.write_summary(folder.parent.parent)
+    # The latter is what SIGTERM raises, see `_exit_on_signal`.
     except (KeyboardInterrupt, SystemExit):
         Log(name, level=file.log)(
             "stopped",

@@ -69,6 +69,7 @@ class Rehearsal:
         silent = [name for name, one in self.found.items() if not one.out]
         if not silent:
             return
+        # At once, since each member that is not there takes its whole deadline.
         with ThreadPoolExecutor(8, "coterie-rehearse") as pool:
             list(pool.map(self._try_member, silent))
 
@@ -78,6 +79,8 @@ class Rehearsal:
         head = node.ask_heads([name]).get(name)
         if head is None:
             return
+        # The other clock was read between the question and the answer: the middle is the best
+        # guess.
         skew = head.time - (before + time.time()) / 2
         # A small answer can pass where a large one does not.
         rate = doctor.measure_rate(node.post, name)

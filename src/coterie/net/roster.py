@@ -225,6 +225,8 @@ def _normalize_address(address: str) -> str:
 
 def add_certificate(member: Member, certificate: x509.Certificate) -> Member:
     """Return a member with the key, fingerprint and end of its certificate."""
+    # In certificates of older versions the common name is the member's, which `subject` need
+    # not repeat.
     return replace(
         member,
         key=identity.encode_public_key(identity.certificate_key(certificate)),
@@ -237,6 +239,7 @@ def add_certificate(member: Member, certificate: x509.Certificate) -> Member:
 def dumps(roster: Roster) -> str:
     """Return a roster as text."""
     lines = []
+    # JSON's texts, whole numbers and lists of these are valid TOML.
     for field in fields(Roster):
         if field.name not in ("members", "relays"):
             value = getattr(roster, field.name)
@@ -266,6 +269,7 @@ def loads(text: str) -> Roster:
     except tomllib.TOMLDecodeError as error:
         raise TransportError(f"the roster is not valid TOML: {error}") from None
     members, relays = (_take_entries(table, kind) for kind in ("members", "relays"))
+    # The entries have been taken out: what is left are the roster's own keys.
     _check_types(Roster, table, {"members", "relays"})
     table |= {name: tuple(table.get(name, ())) for name in ("clusters", "removed")}
     return Roster(members=members, relays=relays, **table)
@@ -490,6 +494,7 @@ def check_own(roster: Roster, own: identity.Identity) -> list[str]:
         member = member or roster.member(own.name)
     except TransportError as error:
         return [str(error)]
+    # The key first: with another key the certificate is another, too, and would be blamed.
     if member.key != identity.encode_public_key(own.key.public_key()):
         return [
             f"the roster has another key for {own.name} than {own.key_file}; ask the organizer for "

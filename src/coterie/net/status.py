@@ -47,6 +47,7 @@ class NetworkStatus:
 
     def note_event(self, event: str, level: str, details: Mapping[str, Any]) -> None:
         """Take notice of an event of the node's log."""
+        # A refused roster names its source: a member, or the file.
         peer = details.get("peer", details.get("source"))
         if not isinstance(peer, str):
             return
@@ -66,6 +67,7 @@ class NetworkStatus:
         members = []
         with self._lock:
             for name in (m.name for m in roster.members):
+                # Without an answer yet a member has no pace.
                 median, slow = paces.get(name, (math.nan, False))
                 days = ends[name][0] if name in ends else None
                 members.append(
@@ -76,6 +78,7 @@ class NetworkStatus:
                         "seconds": None if math.isnan(median) else round(median, 3),
                         "slow": slow,
                         "refused": dict(self._refused.get(name, ())),
+                        # Down, so that a negative number says that the certificate has ended.
                         "days": None if days is None else math.floor(days),
                     }
                 )
@@ -92,6 +95,7 @@ class NetworkStatus:
     def write(self, node: Node) -> None:
         """Write the state if it has changed."""
         found = self.collect(node)
+        # Compared without the time, which alone would be new at each look.
         if found == self._written:
             return
         text = json.dumps({**found, "time": round(self._clock(), 1)}, separators=(",", ":"))

@@ -131,6 +131,7 @@ class MaskedSum:
             lambda c, got: clients[c].answer_unmasking(got["came"].tolist(), got["left"].tolist()),
             answers,
         )
+        # The server sends the same question to all clients: the first one's will do.
         self._note_sum(first, next(iter(answers.values()))["came"].tolist())
         # The last step has no answer: the next exchange of the round or the run is one.
         self._publish(self.next_number(), sent)
@@ -231,6 +232,7 @@ class MaskedSum:
     ) -> dict[int, Tensors]:
         """Return the messages of a step, by client: those of this node, and what others sent."""
         hosted, address = set(self.hosted), Address(self.round, number, -1, "request")
+        # Who was missing in a step is in no later one, and is not waited for again.
         others = [c for c in sorted(expected) if c not in hosted and c not in self.gone]
         found = self.post.fetch_all(
             [replace(address, client=client) for client in others], template, self.post.deadline()

@@ -145,6 +145,7 @@ def assemble_delivery(
         return Missing(f"refused:{error.code}", None, str(error))
     assert assembler.manifest is not None
     size = sum(len(a) + len(c) for a, c in parts)
+    # All parts are here at once: the first has come when the last has.
     return Delivery(assembler.manifest, tensors, size, seconds, assembler.sealed, seconds)
 
 
@@ -162,6 +163,7 @@ class Hub:
         self.cut: set[tuple[str, str]] = set()
         self.lost: set[str] = set()
         self.tamper: Callable[[list[tuple[bytes, bytes]]], list[tuple[bytes, bytes]]] | None = None
+        # Nodes are threads of one program, which join, ask and leave at any time.
         self.lock = threading.Lock()
 
     def find_node(self, asker: str, peer: str) -> "InProcess | None":
@@ -180,6 +182,7 @@ class InProcess:
 
     def __init__(self, hub: Hub, name: str) -> None:
         self.hub, self.name, self.outbox, self.clock = hub, name, Outbox(), time.monotonic
+        # Whether it takes part: others see it once it has published something.
         self._announced = False
         self.last_questions: dict[str, float] = {}
         self._head: HeadSource | None = None
@@ -205,6 +208,7 @@ class InProcess:
     ) -> Delivery | Missing:
         """Ask a node of the hub: a message comes in one piece."""
         started = time.monotonic()
+        # A message comes in one piece, so that waiting for a part is waiting for all of it.
         deadline = deadline if patience is None else min(deadline, patience)
         node = self.hub.find_node(self.name, peer)
         if node is None:

@@ -108,6 +108,7 @@ def evaluate_simplex(loop: Loop, options: AnalysisOptions) -> pd.DataFrame:
 
 def _clients_of_two_regions(region: Sequence[int]) -> list[int]:
     """The first client and the first of another region, or else the second client."""
+    # Where all clients are in one region any second one is as good.
     other = next((client for client, place in enumerate(region) if place != region[0]), 1)
     return [0, other] if len(region) > 1 else [0]
 

@@ -460,6 +460,7 @@ def _describe_verdicts(
 
 def _display_name(one: StudyResult, results: Sequence[StudyResult]) -> str:
     """The name of a study, or its folder where several have that name."""
+    # It counts itself, too.
     namesakes = sum(one.study.name == other.study.name for other in results)
     return one.study.name if namesakes < 2 else str(one.folder)
 
@@ -589,6 +590,7 @@ def predict_costs(study: StudyConfig) -> list[ComparedNumber]:
             within = abs(difference) <= PREDICTED_COSTS[one.metric]
             lines.append(
                 ComparedNumber(
+                    # No run, so no deviation and no seed.
                     entry.label, one.row, one.cluster, one.metric, ours, None, 0, one.mean, one.std,
                     difference, within, within, predicted=True,
                 )
@@ -606,6 +608,7 @@ def _predict_moved_models(study: StudyConfig, label: str) -> dict[str, float]:
     group = round(sum(size**2 for size in sizes) / sum(sizes)) if sizes else None
     # One parameter and no samples: only models are counted.
     setting = CostSetting(population, params=1, samples=0, group=group)
+    # A round can cost more than the next, as the rounds in which PANM corrects its bags.
     rounds = [entry.method.cost(setting, index).models for index in range(entry.settings.rounds)]
     most = max(rounds, default=0.0)
     # The bandwidth is what one client receives. Of the models that move at a server's client one
@@ -746,6 +749,7 @@ def count_coverage(results: Sequence[StudyResult]) -> list[PaperCoverage]:
     for source, own in compared.items():
         published, full = len(numbers.load_table(source)), sum(one for one, _ in own.values())
         ledger = list(chain(*predict_paper_costs(source).values()))
+        # What the ledger predicts has no result, and is in no study's lines here.
         lines = [*(line for _, line in own.values()), *ledger]
         within = [line.within for line in lines]
         strict = [line.strict for line in lines].count(True)

@@ -67,7 +67,9 @@ SERVED = -1  # the point that models are served from
 
 def plot_simplexes(runs: NamedRuns) -> DrawnFigure:
     """Accuracy over a simplex: a panel for all test sets, and one for each tested client."""
+    # Each run has a simplex of its own, so that one is drawn: that of the first.
     name, run, table = _load_analysis(runs, "simplex")[0]
+    # One column of weights for each endpoint, and so for each corner.
     axes_of = [column for column in table.columns if column.startswith("alpha_")]
     corners = _polygon_corners(len(axes_of))
     clients = sorted(map(int, table["client"].unique()))
@@ -134,6 +136,7 @@ def plot_interactions(runs: NamedRuns) -> DrawnFigure:
     figure, panels = make_panels(len(first))
     norm, tables = Normalize(0, 1), []
     for axes, (name, (_, table)) in zip(panels, first.items(), strict=True):
+        # From a row for each pair of clients back to the matrix.
         matrix = table.pivot_table(index="client", columns="other", values="interaction").to_numpy()
         # The label repeats in each row of a client: one of them is enough.
         label = table.drop_duplicates("client").sort_values("client")["label"].to_numpy()
@@ -197,6 +200,7 @@ def plot_class_shares(runs: NamedRuns, *, most: int = 12) -> DrawnFigure:
             range(len(classes)),
             share,
             width=1.0 if len(classes) > 30 else 0.8,
+            # The palette has eight colors.
             color=COLORS[place % 8],
             lw=0,
         )
@@ -334,6 +338,7 @@ def _plot_histograms(
                 left, right = x - half, x + half
             share = ndtr((right - mean) / spread) - ndtr((left - mean) / spread)
             axes.plot(x, PERCENT * share, color=color, ls=("-", "--")[place], lw=1)
+        # One number of separation for both groups: it stands in each of their rows.
         for a, b, n in zip(edges[:-1], edges[1:], count, strict=True):
             rows.append((name, float(a), float(b), int(n), float(mean), float(spread), above))
     if wide:
@@ -368,6 +373,7 @@ def plot_neighbors(
     """
     shown = choose_metric(runs, metric)
     figure, panels = make_panels(2)
+    # A set: methods on the same planted clusters have one level of chance, and one line.
     rows, chance = [], set[float]()
     for place, (name, group) in enumerate(group_by_name(runs).items()):
         curve = draw_method_curve(panels[0], name, group, place, (split, shown, cluster))
@@ -385,6 +391,7 @@ def plot_neighbors(
             "no client here averaged with others whose clusters are known; there are no "
             "neighbors to show"
         )
+    # Where peers are drawn uniformly: what a curve must rise above to show a choice.
     for level in chance:
         panels[1].axhline(PERCENT * level, color="#777777", lw=0.7, ls=":", label="uniform draws")
     panels[0].set(xlabel="round", ylabel=format_axis_label(shown, split))

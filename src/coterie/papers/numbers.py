@@ -27,6 +27,8 @@ SOURCES: dict[str, str] = {
 }
 """The papers whose numbers are here."""
 
+# The groups of clients of FedGWC's tables: clean, noisy and blurred images, or labels that are
+# evenly (hom), unevenly (het) and very unevenly (xhet) spread over clients.
 _SHIFTS = ("clean-noise", "clean-blur", "clean-noise-blur", "hom-het", "hom-xhet", "hom-het-xhet")
 _NETS = (
     "cifar10-simplecnn",
@@ -60,6 +62,7 @@ EXPERIMENTS: dict[str, str] = {
     "panm/fmnist-4": "panm/panm_fmnist_4c",
     "panm/fmnist-2": "panm/panm_fmnist_2c",
     "panm/low-budget": "panm/panm_low_budget_cifar10_4c",
+    # Studies of methods with a server have the names of their experiments.
     **{name: name for name in _SERVER_STUDIES},
 }
 """The published experiment that each built-in study repeats."""
@@ -71,8 +74,10 @@ _CLUSTERS: dict[str, str] = {
     "cluster1": "targets 0",
     "cluster2": "targets 1",
     "cluster3": "targets 2",
+    # Of CIFAR-10's labels 2 to 7 are the animals; _n60 is the number of clients, as in _n70 below.
     "animals_n60": "labels 2-7",
     "vehicles_n40": "labels 0-1,8-9",
+    # Five clusters of two classes each.
     **{f"labels_{a}_{a + 1}": f"labels {a}-{a + 1}" for a in range(0, 10, 2)},
     **{
         f"rot{angle}{clients}": f"rotation {angle}"
@@ -144,6 +149,7 @@ _NOTES: dict[str, tuple[str, ...]] = {
         [name for name in _SERVER_STUDIES if "tinyimagenet" in name and name.endswith("-fold")],
         _FOLD_OF_TINY_IMAGENET,
     ),
+    # A later entry of the same experiment replaces these, and has to repeat them.
     **dict.fromkeys([name for name in _SERVER_STUDIES if "-clean-" in name], _DOMAINS),
     "sosicfl/cifar10-squeezenet-5-fold": (
         "FedProx, 29.81 globally, is far from FedAvg's 53.78: an outlier.",

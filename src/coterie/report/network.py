@@ -40,6 +40,7 @@ def render_network(found: Mapping[str, Any]) -> str:
         found: the content of the node's file.
     """
     members = found["members"]
+    # Without this node, which is always here to itself.
     here = sum(bool(one["here"]) for one in members) - 1
     when = _format_time(found["time"])
     state = str(found["state"])
@@ -67,6 +68,7 @@ def render_network(found: Mapping[str, Any]) -> str:
 
 def _render_member(one: Mapping[str, Any], own: str) -> str:
     """Return the row of a member."""
+    # Numbers through int and float, texts escaped: nothing gets into the page as the file has it.
     name = str(one["name"])
     state = '<span class="better">up</span>' if one["here"] else '<span class="worse">away</span>'
     if name == own:

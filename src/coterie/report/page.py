@@ -398,6 +398,7 @@ def render_result_table(data: Mapping[str, Any], metric: Metric) -> str:
     columns = list(dict.fromkeys(row["cluster"] for row in rows))
     names = {"all": "whole run"} if whole else MEANS
     head = "".join(f'<th scope="col">{escape(names.get(c) or c)}</th>' for c in columns)
+    # A column without pairs, as of a single method, has no leaders.
     leading: dict[str, list[str]] = {column: [] for column in columns}
     standing = ""
     for family in data["pairs"]["families"]:
@@ -504,6 +505,7 @@ def _render_gain(row: Mapping[str, Any], name: str, metric: Metric) -> str:
             low, high = max(low, 0.0), min(high, 1.0)
         lower, upper = kind.format_value(low, signed=signed), kind.format_value(high, signed=signed)
         text += f" <small>[{lower}, {upper}]</small>"
+    # In color only what is established, as the caption says.
     css = ""
     if name == "mean" and row["mean_established"]:
         css = "worse" if row[name] < 0 else "better"

@@ -230,6 +230,7 @@ def draw_bars(runs: NamedRuns, *, metric: str | None = None, cluster: str = "all
         )
         _note_undefined(axes, place, mean)
     for name, mean, spread in bands:
+        # A hatch of its own, since colors of bands are alike in gray.
         color, hatch = (COLORS[2], "///") if kinds[name] == "oracle" else (COLORS[4], "...")
         half = _scale_deviation(scale, spread) or 0.0
         low, high = scale * mean - half, scale * mean + half
@@ -238,6 +239,7 @@ def draw_bars(runs: NamedRuns, *, metric: str | None = None, cluster: str = "all
         )
         axes.axhline(scale * mean, color=color, lw=0.8)
     fit_scale(axes, shown, table["mean"].tolist())
+    # 0.6 of a place before the first method and after the last; bands alone get one place.
     axes.set_xlim(-0.6, max(len(others), 1) - 0.4)
     names = [name for name, _, _ in others]
     axes.set_xticks(range(len(others)), names, rotation=40, ha="right", rotation_mode="anchor")
@@ -376,6 +378,7 @@ def draw_graphs(runs: NamedRuns, *, peers: int = 3, after: str | None = None) ->
                 rotation=turned,
                 rotation_mode="anchor",
             )
+        # Higher where names of clients stand around the circle.
         axes.set_title(name, pad=45 if shown_names else None)
         axes.set(aspect="equal")
         axes.axis("off")
@@ -496,6 +499,7 @@ def _sum_reads(group: Sequence[StoredRun], start: int = 0) -> np.ndarray:
 def pad_planted_clusters(group: Sequence[StoredRun], population: int) -> np.ndarray:
     """Return the planted cluster of each client of a population, -1 when it is unknown."""
     cluster = np.full(population, -1)
+    # Other seeds may name more clients than the first one, whose clusters it does not know.
     cluster[: group[0].population] = group[0].planted_clusters
     return cluster
 
@@ -703,6 +707,7 @@ def draw_setting_lines(
         own = table.loc[(table["method"] == method).to_numpy()]
         x, scale = own[setting].to_numpy(float), metric.scale
         mean = scale * own["mean"].to_numpy()
+        # Without an interval, as of one seed, a point has no bar.
         half = scale * (own["high"] - own["mean"]).fillna(0.0).to_numpy(float)
         axes.errorbar(x, mean, yerr=half, label=method, capsize=2, **select_style(place))
         for one, value in zip(x, mean, strict=True):
@@ -768,6 +773,7 @@ def draw_sensitivities(
             parts = run.study_name.split("/")[-1], run.method_settings.get("aggregation")
             mean = compute_final_mean(run, shown.name, cluster)
             label = strip_settings(run.label, [setting])
+            # A method that averages nothing has no rule of it in the name of its panel.
             rows.append((", ".join(filter(None, parts)), label, value, mean))
     table = pd.DataFrame(rows, columns=["panel", "method", setting, "value"])
     if len(np.unique(table[setting].to_numpy())) < 2:

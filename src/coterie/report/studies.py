@@ -120,6 +120,7 @@ def _render_table(sections: Sequence[_StudySection]) -> str:
         metric = escape(_describe_metric(section))
         head += f'<th scope="col">{link}<br><small>{metric}</small></th>'
         rows += section.rows.values()
+        # In the order in which the studies name them; no study need have all methods.
         labels |= section.rows
     body = []
     for label in labels:
@@ -147,6 +148,7 @@ def _render_mean(section: _StudySection, label: str) -> str:
     if row is None:
         return "<td>–</td>"
     text = section.metric.format_value(row["mean"])
+    # One seed has no deviation.
     if row["std"] is not None:
         text += f" <small>± {section.metric.format_value(row['std'])}</small>"
     if label in section.leading and len(section.leading) > 1:

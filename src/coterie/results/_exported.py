@@ -65,6 +65,7 @@ def check_exported(
             return select(module, args, module(*args, **named))
 
     expected = run(module)
+    # Two seeds show whether outputs are drawn: then no two passes agree.
     if not torch.equal(expected, run(module, seed=1)) or not bool(expected.isfinite().all()):
         return
     if format == "onnx":
@@ -73,8 +74,10 @@ def check_exported(
         blank = copy_deeply(module)
         with torch.no_grad():
             for name, tensor in blank.state_dict().items():
+                # Zeros, so that nothing but the file can bring these tensors back.
                 if name in found:
                     tensor.zero_()
+        # Not strict: the file of an adapter has none of the frozen weights.
         blank.load_state_dict(found, strict=False)
         outputs = run(blank)
     kind = expected.dtype if expected.dtype in LIMITS else "bf16"
@@ -93,6 +96,7 @@ def _compare_tensors(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) 
     for name in {**wanted, **found}:
         one, other = wanted.get(name), found.get(name)
         same = one is not None and other is not None and one.dtype == other.dtype
+        # NaN is not equal to itself, and the model of a diverged client has some.
         if not same or not torch.equal(
             one.nan_to_num(),  # type: ignore[union-attr]
             other.nan_to_num(),  # type: ignore[union-attr]

@@ -78,6 +78,7 @@ def export_adapter_folder(
             warnings.simplefilter("ignore")
             _save_active_adapter(module, temporary)
             _check_folder(models, module, temporary, peft, samples)
+        # `os.replace` replaces no folder that has files: for a moment neither is there.
         if path.exists():
             shutil.rmtree(path)
         os.replace(temporary, path)
@@ -105,6 +106,7 @@ def _check_folder(
     trained = {one.name for one in models.spec.state if one.start >= 0}
     with torch.no_grad():
         for name, tensor in blank.state_dict().items():
+            # Zeros, so that nothing but the folder can bring the trained values back.
             if name in trained:
                 tensor.zero_()
     # Under its name, which is part of the names of its tensors.
@@ -125,6 +127,7 @@ def _check_folder(
     args, named = models.make_forward_arguments(
         draw_samples(models) if samples is None else samples, module
     )
+    # Bit by bit: the same code runs with the same tensors.
     if not torch.equal(_read_outputs(module, args, named), _read_outputs(loaded, args, named)):
         raise TranslationError(
             "the folder of peft has other outputs than the model of the run; take format "

@@ -331,6 +331,7 @@ def _join_two_runs(a: StoredRun, b: StoredRun) -> StoredRun:
     timing["wall_s"] = max(first.get("wall_s", 0.0), second.get("wall_s", 0.0))
     done = all(run.provenance.get("done") for run in (a, b))
     provenance = {**a.provenance, "done": done, "timing": timing}
+    # Each node knows the names of its own clients.
     names = {**(a.provenance.get("client_names") or {}), **(b.provenance.get("client_names") or {})}
     if names:
         provenance["client_names"] = names

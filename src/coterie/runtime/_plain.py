@@ -81,6 +81,7 @@ class PlainModule:
             module = copy_deeply(make_template(make))
         else:
             stream = client if init == "per_client" else EVERYONE
+            # The stream from which a run draws its first models.
             with rng.at_round(-1).temporary_torch_seed("init", stream):
                 module = make()
         plain = PlainModule.wrap(module, task)
@@ -183,8 +184,11 @@ class PlainModule:
                 outputs.append(self._run(federation, x))
                 now = self._list_tensors()
                 self.moved |= {n for n, one in now.items() if not torch.equal(one, kept[n])}
+                # Undone, so that the second pass has the same tensors: what then still differs
+                # was kept outside of them.
                 for name, one in now.items():
                     one.copy_(kept[name])
+        # Buffers may change in a pass, as running statistics do.
         self.moved &= {name for name, _ in self.module.named_parameters()}
         changed = []
         for name, value in _list_plain_attributes(self.module).items():
@@ -366,6 +370,7 @@ class PlainOptimizer:
         self.local = local
         self.tensors: list[Tensor] = list(tensors)
         self.given = dict(local.optimizer_arguments)
+        # Adagrad's sums begin with it: the function that takes a step gets them as its state.
         start = self.given.pop("initial_accumulator_value", 0.0)
         # Up to three tensors of state for each parameter, and the steps taken.
         self.state = []

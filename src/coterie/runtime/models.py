@@ -267,6 +267,7 @@ class Models(Described):
         module = copy_deeply(blank, memory)
         entries = [*self.spec.state, *self.spec.hidden]
         if shared:
+            # The fixed tensors are in the blank module, on memory that all models share.
             entries = [one for one in entries if one.start >= 0]
         return fill_module(module, self._cut_to_rank(self._name_tensors(row, entries), rank))
 
@@ -358,6 +359,7 @@ class Models(Described):
             if value.is_floating_point() and not kind.is_floating_point:
                 value = value.round()
             value = value.to(kind)
+            # A copy, which callers may change; large frozen weights are in memory once.
             if one.start >= 0 or not self.spec.frozen:
                 value = value.clone()
             found[one.name] = value

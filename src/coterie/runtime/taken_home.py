@@ -68,6 +68,7 @@ def check_models_home(models: Models, loop: Loop) -> dict[str, Any]:
 
 def _choose_rows(loop: Loop) -> list[int]:
     """Return rows of clients that count in results: the first, the last, and one between."""
+    # In a set, since of one or two clients these places are the same.
     rows = loop.counted.nonzero().flatten().tolist()
     return [rows[place] for place in sorted({0, len(rows) // 2, len(rows) - 1})] if rows else []
 
@@ -108,6 +109,7 @@ def _compare_scores(
         if metric not in reported:
             continue
         gap, given = abs(value - reported[metric]), reported[metric]
+        # Relative to a large loss; near 0 the rounding of the outputs stays, and the limit too.
         limit = LIMITS[roundoff] * max(1.0, abs(value))
         if not gap <= limit:
             # What rounding does: the same module with weights off by some units of the last place.

@@ -143,7 +143,9 @@ def _compare(
     if not int(counts.max()):
         lines.append("no client has training samples")
         return compared, 0
+    # Two clients where memory allows it, so that a mix-up of rows shows.
     most = 1 if task.layout.size > MANY_PARAMS else 2
+    # Clients with enough samples first, in the order of their rows: more than enough is no better.
     rows = torch.argsort(-counts.clamp(max=_SAMPLES), stable=True)[:most]
     rows = rows[counts[rows] > 0]
     sample = take_samples(
@@ -345,6 +347,7 @@ class _Comparison:
             plain.load(layout, row)
             run = plain.train if training else plain.evaluate
             values = run(self.ours.federation, *plain.cast(x, y))
+            # No quantity has a name that begins with "none": then all are kept.
             left_out = "buffer" if private else "none"
             found.append({k: v for k, v in values.items() if not k.startswith(left_out)})
         return found
@@ -479,6 +482,7 @@ class _Comparison:
                 own, lambda: functional_call(own, {**layout.split_rows(row), **inputs}, (x,))
             )
         for path, (kind, *expected) in theirs.items():
+            # Not strict: a layer that ran on one side alone has nothing to be compared with.
             for word, one, other in zip(
                 ("before", "in"), expected, mine.get(path, ("",))[1:], strict=False
             ):
@@ -525,6 +529,7 @@ class _Comparison:
         info = self.ours.run_epoch(row[None], size)
         sizes = torch.tensor([size, count - size], dtype=torch.float64)
         used, losses = int(info["train_samples"][0]), info["losses"][0].double()
+        # Cut to the shorter one: another number of batches is a fault that is raised below.
         found = float((losses[: len(sizes)] * sizes[: len(losses)]).sum() / count)
         if used != count or len(losses) != 2 or not abs(found - whole) <= limit:
             raise TranslationError(
@@ -568,6 +573,7 @@ class _Comparison:
         at = rows
         for number in range(1, steps + 1):
             expected, slopes = self._step_plain(at, optimizers, local)
+            # At most half of the largest entry: in a low precision 1e4 units would leave none.
             clear &= slopes > min(1e4 * self.unit, 0.5) * slopes.amax(1, keepdim=True)
             after, _, _ = self.ours.step(rows, local, number)
             gap = ((after[:, : layout.trainable] - expected) * clear).abs()
@@ -576,6 +582,7 @@ class _Comparison:
             # What is compared are differences of weights, which round as the weights do.
             limit = max(1e-3, self.limit) * scale + 4 * torch.finfo(at.dtype).eps * find_largest(at)
             allowed, ways = torch.full_like(gap, limit), iter(list[None]())
+            # The first step has the engine's own gradients, which rounding does not make others.
             if number > 1 and not bool((gap <= limit).all()):
                 plain = self.run_plain(at, training=True)
                 ways = self.measure_rounding(at, plain, training=True)
@@ -631,6 +638,7 @@ class _Comparison:
                 optimizers.append(PlainOptimizer(local, [view.clone() for view in views]))
             slopes = [values[f"gradient of {slot.name}"] for slot in slots]
             sizes[row] = torch.cat([slope.flatten() for slope in slopes]).abs()
+            # The optimizer keeps its tensors, to which its state belongs: values go in and out.
             own = optimizers[row].tensors
             with torch.no_grad():
                 for view, one in zip(views, own, strict=True):
@@ -647,6 +655,7 @@ def _trace_layers(module: nn.Module, run: Callable[[], Any]) -> dict[str, tuple[
 
     def note(path: str, part: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if args and isinstance(args[0], Tensor) and isinstance(out, Tensor):
+            # Copies, since a later layer may work in place.
             found.setdefault(
                 path, (type(part).__name__, args[0].clone().float(), out.clone().float())
             )

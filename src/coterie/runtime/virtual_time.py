@@ -305,6 +305,8 @@ class VirtualTime(Configurable):
         """Check tables, and store them in one form."""
         for name in ("round_seconds", "step_seconds", "latency", "bandwidth", "pause_seconds"):
             value = getattr(self, name)
+            # A frozen dataclass takes a value in this way alone. Tables are stored with all their
+            # settings, so that equal ones are equal.
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, to_plain(parse_draw(value, name)))
         if self.server is not None:
@@ -315,6 +317,7 @@ class VirtualTime(Configurable):
             found.append(to_plain(parse_settings(Pause, table, f"pauses[{place}]")))
         object.__setattr__(self, "pauses", tuple(found))
         _check_longest("record_seconds", self.record_seconds)
+        # A shorter span would be rounded to 0, and virtual time would never pass.
         expected = f"{1 / SECOND} or more"
         require(
             to_nanoseconds(self.record_seconds) > 0, "record_seconds", self.record_seconds, expected
@@ -415,6 +418,7 @@ class Clock:
         name, amount = "round_seconds", time.round_seconds
         if time.step_seconds is not None:
             name, amount = "step_seconds", time.step_seconds
+        # Seconds of one local training of each client; jitter and pauses come with the rounds.
         self.work = self._draw_amounts(name, amount, population)
         if time.step_seconds is not None:
             self.work = self.work * np.array(steps, dtype=np.float64)
@@ -424,6 +428,7 @@ class Clock:
                     f"time.{name}: client {client} takes {seconds} seconds for a round; expected "
                     "more than 0, or it never ends one"
                 )
+        # In whole nanoseconds from the start, since delays are sums of these.
         self.latency = np.array(
             list(map(to_nanoseconds, self._draw_amounts("latency", time.latency, population))),
             dtype=np.int64,
@@ -464,6 +469,7 @@ class Clock:
         else:
             found = [amount] * population
         for one in found:
+            # Bytes a second are no time, and have no longest one.
             if name != "bandwidth":
                 _check_longest(f"time.{name}", one)
         return np.array(found, dtype=np.float64)
@@ -523,12 +529,14 @@ class Clock:
         if reads_first:
             published = np.full(len(self.work), begin)
             starts = self._wait_for_messages(clients, traffic, published)
+        # Who reads first waits for its messages, then for the server's model.
         starts = starts + self.move_to_server(clients, traffic.down)
         ends, worked = np.zeros_like(starts), np.zeros_like(starts)
         for place, client in enumerate(clients.tolist()):
             start = int(starts[place])
             ends[place], paused = self.end_round(client, round, start)
             worked[place] = ends[place] - start - paused
+        # An upload makes the round longer, but is not time in which a client computes.
         done = ends + self.move_to_server(clients, traffic.up)
         if not reads_first:
             # a peer that takes no part, as one that stopped, published before
@@ -544,6 +552,7 @@ class Clock:
         published: Int[np.ndarray, " population"],
     ) -> Int[np.ndarray, " clients"]:
         """Return when the last message that each client reads has reached it."""
+        # A client's own model takes no message: without others it waits for nothing else.
         own = published[clients]
         if traffic.peers.shape[1] == 0:
             return own
@@ -560,12 +569,14 @@ class Clock:
         """Return how long bytes from or to a server take, whose own link has no limit."""
         if sizes is None:
             return np.zeros(len(clients), dtype=np.int64)
+        # Rounded up as in `message_delays`; a server adds no latency of its own.
         transfer = np.ceil(sizes / self.bandwidth[clients] * SECOND).astype(np.int64)
         return self.latency[clients] + transfer
 
     def _draw_pause(self, stream: np.random.Generator, client: int) -> float:
         amount = self.time.pause_seconds
         if isinstance(amount, Mapping):
+            # Bounded as the jitter is: a lognormal draw has no largest value.
             return min(_LONGEST, parse_draw(amount, "time.pause_seconds").draw(stream))
         if isinstance(amount, Sequence):
             return float(amount[client])
@@ -592,6 +603,8 @@ class Clock:
         slowest = np.full(len(population), self.bandwidth.argmin())
         farthest = np.full(len(population), self.latency.argmax())
         # at least the delay to every reader: the worst link of each kind
+        # The reader with the least bandwidth need not be the farthest: its latency is taken off
+        # again, and the largest put in its place.
         transfer = self.message_delays(slowest, population, size) - self.latency[slowest]
         return transfer + self.latency[farthest]
 
@@ -619,6 +632,7 @@ def _work_between_pauses(pauses: Sequence[Pause], begin: int, work: int) -> int:
             continue
         if not following or now + work <= min(following):
             return now + work
+        # The client works until the next pause begins, and goes on behind it.
         work -= min(following) - now
         now = min(following)
     raise ConfigError(

@@ -77,6 +77,7 @@ def is_label(name: str) -> bool:
     # Major categories of Unicode: L for letters, M for marks, N for numbers.
     kinds = [unicodedata.category(sign)[0] for sign in name]
     fits = all(kind in "LMN" or sign in " ._+=,()-" for kind, sign in zip(kinds, name, strict=True))
+    # Windows drops a dot or a space at the end of the name of a folder.
     ends = bool(name) and kinds[0] in "LN" and name[-1] not in ". "
     return (
         fits
@@ -250,6 +251,7 @@ class StudyConfig(Configurable):
             return scaled
 
         method = replace(entry.method, **scale_rounds(entry.method))  # type: ignore[type-var]
+        # `patience` counts rounds, too, and has no such word in its name.
         patience = entry.settings.patience and max(1, round(entry.settings.patience * self.scale))
         settings = replace(entry.settings, patience=patience, **scale_rounds(entry.settings))
         return replace(entry, method=method, settings=settings)
@@ -299,6 +301,7 @@ def make_study(
     entries = []
     for label, method in zip(labels, given, strict=True):
         entries.append(MethodConfig(label, method, settings))
+    # A number of seeds stands for the first ones.
     if isinstance(seeds, int):
         seeds = range(seeds)
     if isinstance(model, str):

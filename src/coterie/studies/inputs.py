@@ -55,8 +55,10 @@ class StudyInputs:
         if isinstance(self.federation, Federation):
             return self.federation
         # At most one federation is stored: several may not fit into memory.
+        # A pair: given data are the same at all points of a plan, others as the settings say.
         key = None if self.federation is not None else self.study.data, seed
         if self._last.get("key") != key:
+            # Before another is made, so that two are in memory at no time.
             self._last.clear()
             if self.federation is not None:
                 found = self.federation(seed)

@@ -23,6 +23,7 @@ def watch_in_notebook(total: int) -> Iterator[Callable[[object], None] | None]:
             yield None
             return
         yield _PlanWatch(bar).receive
+        # Once more at the end, when no run is going on.
         bar.draw("")
 
 

@@ -182,6 +182,7 @@ def _was_made_here(noted: dict[str, Any]) -> bool:
 
 def _link_file(source: Path, path: Path) -> None:
     """Give a file a second name; a copy where the file system has no links."""
+    # `os.link` replaces no file.
     path.unlink(missing_ok=True)
     try:
         os.link(source, path)

@@ -48,9 +48,11 @@ _NOT_AT_ENDS = re.compile(r"^[^\w.+-]+|[^\w.+-]+$")
 
 def format_setting(name: str, value: Any) -> str:
     """Return a setting and its value as part of a folder's name, such as "tau=30"."""
+    # As JSON, which writes true and lists as a study file does.
     text = json.dumps(value) if isinstance(value, (list, dict, bool)) else str(value)
     # Brackets go before their places become hyphens, which would look like the sign of a number.
     text = _NOT_IN_NAMES.sub("-", _NOT_AT_ENDS.sub("", text))
+    # A sign at the end of a word says nothing; before a number it is its minus.
     if isinstance(value, str):
         text = text.strip("-.")
     return f"{name}={text}"
@@ -113,6 +115,7 @@ def expand_sweep(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfi
         return (study,)
     # Undecided: at each point, a preset of a method sets its values again.
     content = config.make_study_table(study, decided=False)
+    # Each point is a study that sweeps nothing.
     content.pop("sweep")
     outer, inner = [], []
     for path, values in study.sweep.items():
@@ -267,6 +270,7 @@ def _load_point(study: StudyConfig, folder: Path) -> Study:
     if has_runs(folder):
         found = load_study_results(folder)
         return replace(found, config=replace(found.config, name=study.name))
+    # Nothing has begun at this point: all of its runs are listed as left out.
     absent = statuses_to_json(list_standings(study, folder))
     content = {"study": study.name, "seeds": [], "left_out": absent, "rows": [], "timing": []}
     return Study(folder, study, content, {})
@@ -281,6 +285,7 @@ def join_summaries(studies: Sequence[Study]) -> dict[str, Any]:
         return dict(studies[0].summary)
     name = studies[0].config.name.rpartition("/")[0]
     seeds = find_common_seeds({one.config.name: one.summary["seeds"] for one in studies})
+    # Without pairs: methods at different points of a sweep are not compared in pairs.
     content: dict[str, Any] = {
         "study": name,
         "seeds": seeds,
@@ -327,6 +332,7 @@ def _expand_methods(
             if _list_paths_for(axis, entry, entries):
                 concerning.append(axis)
                 used.add(axis.paths)
+        # Without an axis there is one empty point: the method comes once, under its own label.
         for point in _iterate_points(concerning):
             changed = copy.deepcopy(entry)
             for axis, values in point:

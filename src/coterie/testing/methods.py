@@ -375,6 +375,7 @@ def _check_silence(make: _RunFactory) -> None:
     assert bool(torch.isfinite(make.run_to_end(alone)).all()), (
         "when nothing arrives the models are not finite"
     )
+    # The last client, so that the rows of the others are the same with and without it.
     silent = make.federation.population - 1
     # The silent client's data change: nobody else may notice.
     x = read_inputs(make.federation.x).clone()

@@ -56,6 +56,7 @@ def check_model(
         AssertionError: naming the broken guarantee.
     """
     federation = federation or tiny_federation()
+    # The loop engine is the reference: it runs every module, one client after another.
     settings = replace(settings or tiny_settings(rounds=2), engine="loop", evaluate="final")
     with assert_accepted("it can be made for the data"):
         made = resolve_model(model, federation.features, federation.outputs, federation.parts)

@@ -65,6 +65,7 @@ def _check(roster: "Roster", transports: Sequence["Transport"], posts: Sequence[
 
     assert isinstance(b.ask_head(a.name, "1", 1.0), Missing), "a head that is not there yet"
     for transport in transports:
+        # A default binds the name of this turn; the roster is longer than a chunk.
         transport.serve_head(lambda nonce, name=transport.name: f"{name} {nonce}".encode())
         transport.serve_roster(lambda: bytes(3 * CHUNK))
     for asker in transports:
@@ -88,6 +89,7 @@ def _check(roster: "Roster", transports: Sequence["Transport"], posts: Sequence[
         _await(lambda t=transport: a.name in t.alive_members(), "who publishes takes part")
 
     with ThreadPoolExecutor(1) as pool:
+        # Published only after a while, so that the question is there before its answer.
         waiting = pool.submit(posts[1].fetch, a.name, Address(1, 0, 0), template, _WAIT)
         threading.Event().wait(0.3)
         assert not waiting.done(), "a question about a coming round is held"
@@ -96,8 +98,10 @@ def _check(roster: "Roster", transports: Sequence["Transport"], posts: Sequence[
     began = time.monotonic()
     found = posts[1].fetch(a.name, Address(5, 0, 0), template, 1.0)
     assert isinstance(found, Missing), "what is never published never arrives"
+    # A peer holds a question for a share of the patience (`WAIT`), here half a second.
     assert found.reason == "not_ready", "its reason arrives before the asker gives up"
     assert 0.5 < time.monotonic() - began < 5, "when the time is over"
+    # Round 0 is over since round 1 was published; a reply is for the one that it was published to.
     for address, reason in ((Address(0, 3, 0), "gone"), (Address(1, 0, 0, "reply"), "forbidden")):
         if reason == "forbidden":
             posts[0].publish(tensors, address, to=c.name)
@@ -118,6 +122,7 @@ def _check(roster: "Roster", transports: Sequence["Transport"], posts: Sequence[
         assert found.manifest.round == round, "signed for the round that was asked for"
 
     with ThreadPoolExecutor(1) as pool:
+        # A patience far above the 15 seconds below: the end of `a` must be what answers.
         waiting = pool.submit(posts[1].fetch, a.name, Address(9, 0, 0), template, 60.0)
         threading.Event().wait(0.3)
         began = time.monotonic()

@@ -65,6 +65,7 @@ def build_payload(
     metric = main_metric(runs)
     population = max(run.population for run in runs)
     cluster = np.full(population, -1)
+    # Tables of other runs may name more clients, whose clusters are not known.
     cluster[: runs[0].population] = runs[0].planted_clusters
     # A single cluster is the same as none.
     if len(np.unique(cluster[cluster >= 0])) < 2:
