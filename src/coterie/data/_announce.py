@@ -18,6 +18,7 @@ def announce_rows(table: np.ndarray, rows: Int[np.ndarray, " rows"]) -> None:
         table: rows that lie one after another.
         rows: their numbers, in ascending order.
     """
+    # Only a memory map of NumPy has `_mmap`; Windows has no `madvise`.
     mapped = getattr(table, "_mmap", None)
     if not isinstance(mapped, mmap.mmap) or not hasattr(mmap, "MADV_WILLNEED"):
         return
@@ -26,6 +27,7 @@ def announce_rows(table: np.ndarray, rows: Int[np.ndarray, " rows"]) -> None:
     size, page = table.strides[0], mmap.PAGESIZE
     # A table may begin anywhere in its file.
     begin = table.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+    # The first and the last page of each row, from the start of the file.
     first = (begin + rows * size) // page
     last = (begin + (rows + 1) * size - 1) // page
     # Rows whose pages follow each other are one request.

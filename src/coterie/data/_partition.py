@@ -97,6 +97,7 @@ def check_room(requests: Sequence[SampleRequest], present: Int[np.ndarray, " cla
     Raises:
         DataError: with the first shortage found.
     """
+    # `reuse` is the same in all requests: one stands for all.
     if any(request.reuse for request in requests):
         # A class may be used again and again, but not if it has no sample at all.
         for label in np.flatnonzero(present == 0):
@@ -148,11 +149,13 @@ def draw_class_counts(
     Raises:
         DataError: when overlapping label groups cannot all be satisfied.
     """
+    # Exact counts leave nothing to choose, so they are taken off before anybody draws.
     fixed = np.zeros((len(requests), len(present)), dtype=np.int64)
     for row, request in enumerate(requests):
         if request.counts is not None:
             fixed[row] = request.counts
     # Mixtures choose in random order, so that no client always finds its classes used up.
+    # Clients without a mixture come after those with one: any of their classes will do.
     order = generator.permutation(len(requests)).tolist()
     mixed = [row for row in order if requests[row].mixture is not None]
     plain = []
@@ -179,6 +182,7 @@ def _draw_counts(
 ) -> Int[np.ndarray, " classes"]:
     """Draw a client's class counts, at most the samples that are left of each class."""
     drawn = np.zeros_like(room)
+    # A mixture may end before the last classes of the pool: the client wants none of these.
     mixture = np.zeros(len(room))
     if request.mixture is not None:
         mixture[: len(request.mixture)] = request.mixture
@@ -212,11 +216,13 @@ def _count_by_flow(
     for group in groups:
         demand[group] = sum(requests[row].size for row in members[group])
     # Edges: source -> groups (what they ask for) -> their classes -> sink (what the pool has).
+    # The nodes in order: source, groups, classes (from `first` on), sink.
     source, sink, first = 0, 1 + len(groups) + len(left), 1 + len(groups)
     # int32 is what SciPy's maximum flow takes.
     graph = np.zeros((sink + 1, sink + 1), dtype=np.int32)
     for place, group in enumerate(groups, start=1):
         graph[source, place] = demand[group]
+        # A group may take all that it asks for from any one of its classes.
         graph[place, first + np.array(group)] = demand[group]
     graph[first:sink, sink] = left
     flow = maximum_flow(csr_array(graph), source, sink)
@@ -244,6 +250,7 @@ def _label_group(request: SampleRequest, present: Int[np.ndarray, " classes"]) -
 def _restrict_to_labels(
     left: Int[np.ndarray, " classes"], labels: tuple[int, ...]
 ) -> Int[np.ndarray, " classes"]:
+    # By class, as `left`: 0 for classes that the client may not hold.
     room = np.zeros_like(left)
     room[list(labels)] = left[list(labels)]
     return room

@@ -84,6 +84,7 @@ def from_arrays(
         raise ConfigError(
             "give either clients (the client id of each sample) or num_clients (how many to make)"
         )
+    # Clients that are drawn do not exist yet: nobody can know their clusters.
     if clients is None and clusters is not None:
         raise ConfigError("clusters is given without clients; planted clusters come from shift")
     source = Source.from_arrays(
@@ -217,6 +218,7 @@ def from_table(
             "give either client (the column that says whose a row is) or num_clients (how many to "
             "make)"
         )
+    # A schema names the target itself.
     if target is None and schema is None:
         raise ConfigError("target is missing; name the column to learn")
     targets = [target] if isinstance(target, str) else list(target or ())
@@ -238,6 +240,8 @@ def from_table(
         "encoding": encoding,
     }
     if schema is not None:
+        # The path stays among the settings: `read_table` also compares the kinds of the columns
+        # with it.
         settings = {**apply_schema(settings, schema), "schema": str(schema)}
     # The same checks as those of a study file.
     source = read_table(
@@ -398,6 +402,7 @@ def from_dataset(
     form = ItemForm(transform, inputs, target, key)
     # Before anything is read: a table of splits brings its own test set.
     dataset, held = split_dataset_dict(dataset)
+    # As it was given: a collator makes a list of it, which knows no names of classes.
     known = dataset
     # A test set in the call wins over that of a table of splits.
     test = held if test is None else test
@@ -467,6 +472,7 @@ def from_datasets(
         )
     form = ItemForm(transform, inputs, target)
     by_client = _list_by_client(list_partitions(datasets))
+    # As in `from_dataset`: before a collator makes lists of them.
     known = by_client.values()
     if collate is not None:
         _require_in_memory(in_memory)
@@ -520,6 +526,7 @@ def _collate(
     first, second = collate_items(collate, groups, key)
     if held is not None:
         held = second["the test set"]
+        # In a pair a plain list would be taken for inputs; alone it is a list of items.
         test = held if clients is None else (_ItemList(held), clients)
     return first["the dataset"], test
 
@@ -542,6 +549,7 @@ def _collate_clients(
         test = dict(zip(own, second.values(), strict=True))
     elif test is not None:
         test = second["the test set"]
+        # A plain list would be a test set for each client.
         return dict(zip(by_client, first.values(), strict=True)), _ItemList(test)
     return dict(zip(by_client, first.values(), strict=True)), test
 
@@ -605,6 +613,7 @@ def _read_test(test: Any, form: ItemForm, seed: int, in_memory: bool) -> tuple[A
     # A pair may also be inputs and targets, which are no dataset.
     if isinstance(test, tuple) and len(test) == 2 and is_dataset(open_files(test[0])):
         test, owners = test
+        # The key of an item, and not the clients themselves.
         if isinstance(owners, str):
             form, owners = replace(form, client=owners), None
     if test is None or isinstance(test, tuple):
@@ -617,5 +626,6 @@ def _read_test(test: Any, form: ItemForm, seed: int, in_memory: bool) -> tuple[A
             "(dataset, clients)"
         )
     x, y, found, _ = read_datasets({"the test set": test}, form, seed, in_memory)
+    # Clients that the items name come first; others are those of the pair.
     owners = found or owners
     return (x, y) if owners is None else (x, y, owners)

@@ -46,6 +46,7 @@ class ArrowItems:
             raise DataError(f"{self.path}: found no file; expected .arrow, .feather or .parquet")
         # Each part is a record batch, or a row group of a file.
         self._parts: list[pa.RecordBatch | tuple[arrow_parquet.ParquetFile, int]] = []
+        # Part k has the rows from `_starts[k]` to `_starts[k + 1]`.
         self._starts, self._decoded = [0], OrderedDict[int, pa.Table]()
         for file in files:
             try:
@@ -85,8 +86,10 @@ class ArrowItems:
     def __getitems__(self, places: Sequence[int]) -> list[dict[str, Any]]:
         """Return several rows in the order asked for; PyTorch's loaders use this name too."""
         wanted = np.asarray(places, np.int64)
+        # Of several parts that start at a row, all but the last are empty: hence "right".
         parts = np.searchsorted(self._starts, wanted, side="right") - 1
         out: list[dict[str, Any]] = [{} for _ in places]
+        # Part by part, so that a row group is decoded once for all of its rows.
         for part in np.unique(parts).tolist():
             chosen = np.flatnonzero(parts == part)
             rows = self._read_part(part).take(pa.array(wanted[chosen] - self._starts[part]))
@@ -104,6 +107,7 @@ class ArrowItems:
             file, group = part
             self._decoded[number] = file.read_row_group(group)
             if len(self._decoded) > _KEPT_GROUPS:
+                # The one that was used longest ago: `move_to_end` below keeps them in that order.
                 self._decoded.popitem(last=False)
         self._decoded.move_to_end(number)
         return self._decoded[number]
@@ -118,6 +122,7 @@ def _read_column(column: Any, name: str) -> Any:
     values = column
     if isinstance(column, pa.ChunkedArray):
         values = pa.concat_arrays(column.chunks)
+    # `datasets` writes arrays of several axes as a type of its own around plain lists.
     if isinstance(values, pa.ExtensionArray):
         values = values.storage
     count, shape = len(values), []
@@ -127,6 +132,7 @@ def _read_column(column: Any, name: str) -> Any:
             raise DataError(
                 f"column {name!r} has lists of different lengths; make them equal, or leave it out"
             )
+        # Each level of lists is one more axis of a row.
         shape.append(lengths[0])
         values = values.flatten()
     if not (pa.types.is_integer(values.type) or pa.types.is_floating(values.type)):

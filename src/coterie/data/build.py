@@ -242,6 +242,7 @@ def build_federation(data: DataConfig, seed: int, data_dir: str | Path | None = 
     if isinstance(data.dataset, str) and ":" in data.dataset:
         made = call_dataset_function(data.dataset, data.options, seed)
         if isinstance(made, Federation):
+            # Its clients, splits and test sets exist already, so that there is nothing to build.
             return _use_unchanged(made, data)
         return build_from_sources(data, (made,), rng, fold)
     total, _ = data.split_shares()
@@ -291,6 +292,7 @@ def build_from_sources(
         ids: of the clients, where they are some of a larger population: each is split as it would
             be there.
     """
+    # All are compared with the first: they share one array of inputs, and one of targets.
     first = sources[0]
     for other in sources[1:]:
         if other.input_description != first.input_description or bool(other.classes) != bool(
@@ -315,6 +317,7 @@ def build_from_sources(
                 f"{first.name} and {other.name} have the same classes in another order: "
                 f"{', '.join(names[0][:10])}, and {', '.join(names[1][:10])}; number them alike"
             )
+    # Data that divide their rows themselves leave nothing for these settings to divide.
     given = any(source.validation for source in sources)
     for name in ("folds", "train", "validation"):
         if given and getattr(data, name) is not None:
@@ -365,6 +368,7 @@ def _plan_clients(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clie
         shifts = (Natural(own, cluster), *shifts)
     number = data.num_clients
     if number is None:
+        # Each value of the column is a client: as many as there are.
         natural = [shift for shift in shifts if isinstance(shift, Natural)]
         number = len(np.unique(natural[0].group_values(sources))) if natural else NUM_CLIENTS
         if not number:
@@ -476,6 +480,7 @@ def assemble_federation(
     # Samples of one table whose type stays can be read from it whenever they are needed.
     reads = len(sources) == 1 and not fitted and form.keeps_type
     reads = reads and (isinstance(first.x, StoredRows) or _is_padding_large(first.x, kept))
+    # Rows that are read later take no memory here.
     x = torch.zeros((len(clients), 0 if reads else width, *form.features), dtype=form.dtype)
 
     def make_stream(purpose: str, row: int) -> Callable[[], np.random.Generator]:
@@ -511,6 +516,8 @@ def assemble_federation(
     classes = [client.recipe.offset + sources[client.recipe.source].classes for client in clients]
     # Other inputs are normalized already, or not at all.
     mean, std = form.constants[0] if form.dtype == torch.uint8 else ((), ())
+    # Clients without noise at each access have 0, and a federation without any has None, which its
+    # fingerprint keeps apart from zeros.
     noise = torch.tensor([client.noise_per_access for client in clients], dtype=torch.float64)
     names = tuple(client.name for client in clients)
     # Clients have names all together, or they are numbers.
@@ -631,6 +638,7 @@ def _arrange_folds(
     arranged, cuts = [], []
     for row, (client, own) in enumerate(zip(clients, drawn, strict=True)):
         who = _describe_client(client, row)
+        # With fewer samples some fold would test nothing, and that seed measure no such client.
         if len(own) < folds:
             raise DataError(
                 f"{who} has {len(own)} samples; expected {folds} at least, one for each of the "
@@ -687,6 +695,7 @@ def _allocate_pools(
     for (source, group), rows in users.items():
         pool, labels = pools[source], all_labels[source]
         own = clients[rows[0]].rows
+        # A partition says the rows themselves; its group is no column to look them up in.
         if group is not None and own:
             place, stream = np.array(own), rng.generator(purpose, ids[rows[0]])
         elif group is None:
@@ -694,6 +703,7 @@ def _allocate_pools(
         else:
             column = (source, group[0])
             if column not in members:
+                # Once for each column: a search for each client would read the column as often.
                 members[column] = _group_rows(pool.columns[group[0]].numpy())
             place = members[column].get(group[1], np.zeros(0, np.int64))
             stream = rng.generator(purpose, ids[rows[0]])
@@ -750,6 +760,8 @@ class SampleLayout:
         # float16 takes half the memory of float32; its rounding is below a tenth of a gray level.
         dtype = torch.float16 if x.dtype == torch.uint8 and (disturbed or apart) else x.dtype
         if sources[0].preparation is not None:
+            # As preparations return inputs: the source holds float64, with NaN where an entry is
+            # empty.
             dtype = torch.int32 if sources[0].preparation.whole else torch.float32
         return SampleLayout(dtype, tuple(x.shape[1:]), tuple(constants), dtype == x.dtype)
 
@@ -926,6 +938,7 @@ class _TestSetMaker:
             ConfigError: when the test samples name other clients, or none.
             DataError: when a client has no test samples.
         """
+        # Filled once for each column, and not searched for each client.
         rows_by_group: dict[tuple[int, str], dict[int, Rows]] = {}
         sets = []
         for row, client in enumerate(self.clients):
@@ -972,6 +985,7 @@ class _TestSetMaker:
             # test / (own + test) is the fraction.
             wanted = size or max(1, round(len(own) * fraction / (1 - fraction)))
             if not source.classes:
+                # A regression has no shares to keep; any test samples will do.
                 requests.append(SampleRequest(wanted, client.recipe.labels))
                 continue
             trained = np.bincount(source.train.y.numpy()[own], minlength=source.classes)
@@ -1017,6 +1031,7 @@ class _TestSetMaker:
         keep = np.ones(len(order), dtype=bool)
         if recipe.labels is not None:
             keep &= np.isin(test.y.numpy()[order], recipe.labels)
+        # A test set without that column serves every cluster.
         if recipe.where is not None and recipe.where[0] in test.columns:
             keep &= test.columns[recipe.where[0]].numpy()[order] == recipe.where[1]
         order = order[keep]
@@ -1030,6 +1045,7 @@ class _TestSetMaker:
     def _make_test_set(
         self, samples: Samples, rows: Rows, recipe: SampleRecipe, name: str, place: int
     ) -> TestSet:
+        # What a client fills and scales by its own rows must be in memory; other rows stay on disk.
         if isinstance(samples.x, StoredRows) and self.form.keeps_type and not self.fitted:
             x = self.form.read_when_needed(samples, rows, [recipe] * len(rows))
         else:

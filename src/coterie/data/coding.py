@@ -69,6 +69,7 @@ def code_targets(
         >>> found.tolist(), names, classes
         ([1, 0, 1], ('10', '20'), 2)
     """
+    # Names are compared as text: a study file may have 0 and 1, or true and false.
     names = tuple(map(str, names))
     require(not (names and classes == 0), "class_names", names, "none for a regression")
     coded, known, number = _code_targets(targets, classes, names, what, most)
@@ -88,12 +89,14 @@ def _code_targets(
     if any(map(_has_text, arrays)):
         if classes == 0 and single:
             raise DataError(f"{what} is text; expected numbers, as classes = 0 is a regression")
+        # Text is coded for targets of any shape; only one label a sample makes classes of them.
         coded, known = encode_labels(targets, names, what)
         if classes is None and not names and single:
             _warn_about_constant(np.array(known, object), coded[0], what)
         return coded, known, _check_number(known, classes) if single else 0
     if not single:
         return list(targets), names, classes or 0
+    # From here on each target is one number.
     values = list(map(_to_values, arrays))
     # The classes are those of the first; others may lack some, and have no further ones.
     found = np.unique(values[0] if len(values[0]) else np.concatenate(values))
@@ -104,6 +107,7 @@ def _code_targets(
         if floats:
             _ask_about_floats(found, sum(map(len, values)), what)
             return list(targets), (), 0
+        # False and true are 0 and 1, also where only one of them occurs.
         if truths:
             return list(targets), (), 2
         _ask_about_numbers(found, what, most)
@@ -282,6 +286,7 @@ def encode_labels(
         return list(targets), tuple(names)
     arrays = list(map(np.asarray, arrays))
     texts = [one.reshape(-1).tolist() for one in arrays]
+    # Before labels are sorted, which fails where text meets None or numbers.
     for flat in texts:
         for place, label in enumerate(flat):
             if isinstance(label, str):
@@ -375,6 +380,7 @@ def number_clients(
         values, owner = np.unique(owners, return_inverse=True)
         found, owner = values.tolist(), owner.astype(np.int64)
     else:
+        # As objects of Python, whose whole numbers have any size and whose text keeps its ends.
         found, owner = _sort_clients(owners.tolist())
     names = () if found == list(range(len(found))) else tuple(map(str, found))
     warn_about_lookalikes(names, "clients", with_case=True)
@@ -415,6 +421,7 @@ def _sort_clients(given: list[Any]) -> tuple[list[Any], Int[np.ndarray, " sample
     for place, one in enumerate(given):
         if isinstance(one, np.generic | Tensor):
             one = one.item()
+        # NaN is unequal to itself.
         if one is None or one != one or not str(one).strip():
             raise DataError(f"clients has no value for sample {place}; fill it, or drop the sample")
         values.append(one)

@@ -111,6 +111,7 @@ def make_synthetic_regression(
 
     def draw_samples(part: str, size: int) -> Samples:
         generator = rng.generator(f"data.synthetic.{part}")
+        # The order of the two draws is part of stored results. Sums are of float64, rounded once.
         x = generator.uniform(low, high, (size, dim))
         y = x @ theta + noise * generator.standard_normal(size)
         return Samples(torch.from_numpy(x).float(), torch.from_numpy(y).float())
@@ -149,6 +150,7 @@ def load_dataset(
     """
     from coterie.data import hub
 
+    # The only one that is drawn, and so the only bundled one with options.
     if name == "synthetic-regression":
         allowed = ("dim", "noise", "test", "low", "high")
         for key in options or {}:
@@ -174,6 +176,7 @@ def load_dataset(
     # What is on disk comes before a download.
     if folder is not None and folder.is_dir():
         return hub.load_folder(folder, label, STANDARD.get(name)).check()
+    # Those of GATHERED come from elsewhere: their users put them into a folder.
     if download and name not in GATHERED:
         return hub.download_dataset(
             HUB_NAMES.get(name, name), name, label, STANDARD.get(name)
@@ -251,6 +254,7 @@ def load_table_or_folder(
     from coterie.data.tables import TableOptions, read_table
 
     options = dict(options)
+    # Paths are resolved here; all other options are fields of the classes below.
     keys = ("path", "test", "schema") if name == "table" else ("path", "test")
     paths = {key: options.pop(key) for key in keys if options.get(key) is not None}
     if "path" not in paths:

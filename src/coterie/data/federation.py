@@ -84,6 +84,7 @@ def _iterate_bytes(values: Inputs) -> Iterator[bytes | memoryview]:
                 rest += found
             # Padding is most of what clients of unequal size have: pieces of it are not made.
             padding = 0 if used[first] else (last - first) * size
+            # What the piece that is begun still lacks.
             joined = min(padding, -len(rest) % _PIECE)
             rest, padding = rest + zeros[:joined], padding - joined
             whole = len(rest) // _PIECE * _PIECE
@@ -207,6 +208,7 @@ class Federation(Described):
     @property
     def names_by_id(self) -> dict[int, str]:
         """The name of each client here by its id; empty where clients are numbers."""
+        # Without names a mapping of all ids would say nothing.
         if not self.client_names:
             return {}
         return dict(zip(self.ids.tolist(), self.client_names, strict=True))
@@ -446,6 +448,7 @@ class Federation(Described):
 
     def _check_names(self) -> None:
         """Check that all or none have names, and that names of clients are distinct text."""
+        # Clients and entries of an input: all of them are named, or none.
         for names, many, what in (
             (self.client_names, len(self), "clients"),
             (self.feature_names, math.prod(self.features), "entries of an input"),
@@ -531,6 +534,7 @@ class Federation(Described):
         from safetensors import SafetensorError, safe_open
 
         try:
+            # The texts first: `load_file` returns the tensors alone.
             with safe_open(str(path), framework="pt") as file:
                 meta = json.loads((file.metadata() or {})["coterie"])
             tensors = load_file(str(path))
@@ -565,6 +569,7 @@ class Federation(Described):
             name=meta["name"],
             class_names=tuple(meta["class_names"]),
             noise=tensors.get("noise"),
+            # `get`, here and below: these came later, and older files lack them.
             client_names=tuple(meta.get("client_names", ())),
             feature_names=tuple(meta.get("feature_names", ())),
             parts=parse_parts(meta.get("parts", ())),

@@ -83,8 +83,10 @@ def load_image_folder(
     Raises:
         DataError: when the folder is laid out otherwise, a picture is damaged, or sizes differ.
     """
+    # A study file can name a function only by its import path.
     if transform is None and settings.transform is not None:
         transform = import_object(settings.transform, f"transform {settings.transform!r}")
+    # Folders are listed before any picture is read, so that all know the same classes.
     folder, places = _list_classes(path)
     held, test_places = (folder, []) if test is None else _list_classes(test)
     # A class may have pictures for testing alone.
@@ -137,6 +139,7 @@ def _load_pictures(
     labels: list[str] = []
     owners: list[str] = []
     for client, label in places:
+        # Only where `class_names` were given: else every folder is a class.
         if label.name not in classes:
             raise DataError(
                 f"client {client.name!r} has a folder {label.name!r}; expected one of the classes "
@@ -178,6 +181,7 @@ def _require_way_on(link: Path) -> None:
 
 
 def _list_pictures(path: Path) -> list[Path]:
+    # Other files, such as lists of labels, lie next to pictures in many datasets.
     known = Image.registered_extensions()
     found = [one for one in path.iterdir() if one.suffix.lower() in known]
     # Hidden files are no pictures, such as the "._" files of macOS.

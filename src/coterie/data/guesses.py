@@ -45,10 +45,12 @@ def warn_about_inputs(
     if not len(x) or not x[0].numel() or x.dtype == torch.bool:
         return
     low, high = map(float, torch.aminmax(x))
+    # One line for an input: of several doubts the first is said.
     said = _doubt_pixels(x, name, kind, low, high)
     if not said:
         said = _doubt_order(x, name)
     if x.dtype == torch.float64:
+        # Without a large number none is lost, and a copy of all inputs is saved.
         if max(abs(low), abs(high)) > LARGEST:
             said = said or _doubt_size(x)
         said = said or _doubt_precision(x[:_MOST])
@@ -114,6 +116,7 @@ def warn_about_ids(columns: Mapping[str, Shaped[np.ndarray, "samples entries"]])
     Args:
         columns: of numbers, by name; NaN where an entry is empty.
     """
+    # A table with one column of numbers has nothing else to learn from.
     if len(columns) < 2:
         return
     found = []
@@ -190,6 +193,7 @@ def _doubt_precision(x: Tensor, advice: str = "subtract a start, or scale") -> s
         return ""
     center = flat.nanmean(0)
     spread = (flat - center).square().nanmean(0).sqrt()
+    # A constant column has no differences that rounding could take.
     coarse = (lost > _COARSE * spread) & (spread > 0)
     if not bool(coarse.any()):
         return ""
@@ -205,6 +209,7 @@ def _doubt_precision(x: Tensor, advice: str = "subtract a start, or scale") -> s
 def _doubt_ids(x: Tensor, name: str, columns: tuple[str, ...]) -> str:
     """Describe a feature that has another whole number for each sample."""
     samples = len(x)
+    # One feature is what is learned from, whatever it is.
     if x.shape[1] < 2 or samples < _CONSECUTIVE:
         return ""
     # Two rows rule out most columns of fractions, so that only few are sorted.
@@ -225,6 +230,7 @@ def _is_like_ids(values: Shaped[Tensor, " samples"]) -> bool:
     if not bool((values == values.round()).all()):
         return False
     steps = values.sort().values.diff()
+    # Distinct whole numbers are at least 1 apart.
     if bool((steps < 1).any()):
         return False
     # Few numbers differ by chance: only consecutive ones look like ids then.
@@ -274,6 +280,7 @@ def warn_about_shared_samples(
     seen, held = _hash_rows(*train), _hash_rows(*test)
     if not len(held) or not len(seen):
         return
+    # Hashes of input and target together: equal inputs with other targets are no copies.
     shared = float(np.isin(held, seen).mean())
     # Samples with few values repeat by chance, in the training data too.
     _, counts = np.unique(seen, return_counts=True)

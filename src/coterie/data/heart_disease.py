@@ -53,6 +53,7 @@ def load_table() -> Any:
         {'cleveland': 303, 'hungary': 294, 'long-beach-va': 200, 'switzerland': 123}
     """
     rows = _load_rows()
+    # `num` is 0 where no vessel is narrowed by more than half, and 1 to 4 where one is.
     rows["disease"] = (rows.pop("num") > 0).map({False: "no", True: "yes"})
     # 0 stands for "not measured" in the published file.
     return rows.assign(**{name: rows[name].mask(rows[name] == 0) for name in ("trestbps", "chol")})

@@ -172,6 +172,7 @@ def _make_source(
     """Make a source from decoded splits, from the cache or from the tables of `read`."""
     place = _cache_file(name, files, origin)
     cached = _load_cache(place)
+    # Damaged or missing: whatever the reason, decoding again mends it.
     if cached is None:
         tables = read()
         names = _parse_class_names(tables["train"].schema.metadata)
@@ -202,6 +203,7 @@ def _find_label_column(
         if label not in columns:
             raise ConfigError(f"{name}: {describe_unknown('label column', label, columns)}")
         return label
+    # Integer columns without names may be ids or counts.
     named = [column for column in columns if column in names]
     # "fine_label" is the column of the 100 classes of CIFAR-100.
     for candidate in ("label", "fine_label", *(named if len(named) == 1 else ())):
@@ -244,6 +246,7 @@ def _compare_class_names(
 def _decode_table(table: pa.Table, where: str) -> DecodedSplit:
     """Decode the image column of a table and keep its integer columns."""
     images = [entry.name for entry in table.schema if _is_image(entry.type)]
+    # One input a sample: of two columns of images nobody can say which is meant.
     if len(images) != 1:
         raise DataError(
             f"{where} has {len(images)} image columns (struct of bytes and path); expected one"
@@ -272,6 +275,7 @@ def _decode_images(
     encoded: Sequence[bytes | None], where: str
 ) -> UInt8[Tensor, "samples channels height width"]:
     """Decode images of one size. They become gray if all of them are, and RGB otherwise."""
+    # "L" is 8 bits of gray, to which black and white is converted too.
     mode, images = "L", []
     for place, one in enumerate(encoded):
         if one is None:

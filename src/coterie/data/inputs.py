@@ -69,6 +69,7 @@ class InputForm:
     @staticmethod
     def from_json(stored: Mapping[str, Any]) -> "InputForm":
         """Return the form that `to_json` described."""
+        # JSON has lists; an InputForm is compared with others, and has tuples.
         lists = {name: tuple(stored[name]) for name in ("features", "mean", "std", "names")}
         parts, table = parse_parts(stored["parts"]), parse_columns(stored["table"])
         return InputForm(**lists, images=stored["images"], parts=parts, table=table)
@@ -138,6 +139,7 @@ class InputForm:
                 "normalized here, or give "
                 "normalized ones to the module itself"
             )
+        # Models that were trained on numbers from 0 to 1, say, would take bytes without an error.
         if not self.images and len(x) and is_images(x[0]):
             raise DataError(
                 "x is uint8 images; expected numbers, as in training: scale them as you did there"
@@ -159,6 +161,7 @@ class InputForm:
             return x.to(dtype)
         if not self.mean:
             return normalize_images(x, dtype)
+        # Of shape channels x 1 x 1: one constant for all places of a channel.
         mean = torch.tensor(self.mean, dtype=dtype).reshape(-1, 1, 1)
         std = torch.tensor(self.std, dtype=dtype).reshape(-1, 1, 1)
         return normalize_images(x, dtype, mean, std)

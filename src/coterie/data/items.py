@@ -185,6 +185,7 @@ def is_dataset(value: Any) -> bool:
     """Whether a value is a dataset: it has items, and is no array, table or list."""
     # Arrays and tables have items too.
     plain = isinstance(value, Tensor | np.ndarray | str | list | tuple | Mapping)
+    # Arrays of other libraries are inputs, whole, and not items.
     if plain or hasattr(value, "__array__"):
         return False
     return hasattr(value, "__getitem__") or hasattr(value, "__iter__")
@@ -236,6 +237,7 @@ def is_dataset_dict(value: Any) -> bool:
     return isinstance(value, Mapping) and "train" in value and set(value) <= _SPLITS
 
 
+# The last two are of the Hub's imdb and svhn: any other name could be a client's.
 _SPLITS = {"train", *TEST_SPLITS, "unsupervised", "extra"}
 
 
@@ -304,6 +306,7 @@ def read_datasets(
         owners += one.owners
     x, y = _join_items(read)
     if not in_memory:
+        # `_join_items` has compared shapes and types: the first input stands for all.
         first = read[0].inputs[None][0].numpy()
         sources = [*datasets.values()]
         joined = sources[0] if len(sources) == 1 else ConcatDataset(sources)
@@ -431,6 +434,7 @@ def _convert_item(
     values: Mapping[Any, Any] = {None: found}
     if isinstance(found, Mapping):
         values = found
+    # A list stays one array; only a tuple is several inputs, by their places.
     elif isinstance(found, tuple):
         values = dict(enumerate(found))
     parts = {}
@@ -450,6 +454,7 @@ def _find_changing_item(dataset: Any, what: str, form: ItemForm, read: _Items) -
     for place in np.unique(np.linspace(0, size - 1, min(size, _READ_TWICE)).astype(int)).tolist():
         parts, target, _ = _convert_item(dataset[place], f"item {place}", what, form)
         again = {key: values[place] for key, values in read.inputs.items() if len(values) == size}
+        # On disk nothing was kept to compare with: the item is read once more.
         if not again:
             again, _, _ = _convert_item(dataset[place], f"item {place}", what, form)
         for key, tensor in parts.items():
@@ -461,6 +466,7 @@ def _find_changing_item(dataset: Any, what: str, form: ItemForm, read: _Items) -
 
 
 def _is_equal(one: Any, other: Any) -> bool:
+    # A target may be text.
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return one is other or one == other
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -552,6 +558,7 @@ def _join_items(read: Sequence[_Items]) -> tuple[Any, Any]:
     if not words:
         _require_one_shape(targets, "the datasets have targets", "target")
     y = np.array(targets) if words else torch.stack(targets)
+    # The key of inputs that are one tensor; see `_convert_item`.
     if None in parts:
         return parts[None], y
     # Positional parts have the keys 0, 1, ...; named ones their names.

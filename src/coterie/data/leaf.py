@@ -42,6 +42,7 @@ def load_leaf(
     if not (folder / "test").is_dir():
         return train, None
     test = _read_part(folder / "test", transform)
+    # LEAF can also divide by user, so that no user has both.
     learned, held = set(train[2]), set(test[2])
     other = sorted(learned ^ held)
     if other:
@@ -146,6 +147,7 @@ def _convert_inputs(
             picture = hasattr(one, "getbands")
             made.append(as_pixels(one) if picture else to_array(one, f"{what}: an input"))
     array = to_array(made, f"{what}: x")
+    # Booleans, unsigned and signed integers, floats.
     if array.dtype.kind not in "buif":
         first = next(place for place, one in enumerate(array) if not _is_numeric(one))
         raise DataError(

@@ -260,6 +260,7 @@ def assign_clusters(
     for place, size in enumerate(sizes):
         blocks += [place] * size
         turns += range(size)
+    # The sizes stay as they are: only who is in which cluster is drawn.
     if assign == "shuffled":
         return [blocks[row] for row in generator.permutation(num_clients)]
     if assign == "interleaved":

@@ -109,6 +109,7 @@ class ColumnPreparation:
             values = known.argmax(1) if self.width > 1 else known[:, 0]
             value = FILLS[self.impute](values.astype(np.float64))
         else:
+            # A column that is only scaled has no empty entry: its table was refused otherwise.
             value = 0.0 if self.impute is None else float(self.impute)
         # A category is filled in as its row of a one-hot coding.
         fill = np.eye(self.width)[int(value)] if self.width > 1 else np.array([value])
@@ -165,6 +166,7 @@ class Preparation:
             x: its training rows; NaN where an entry is empty.
         """
         rows, entries = x.numpy(), x.shape[1]
+        # Entries of other columns stay as they are: less 0, divided by 1.
         fill, center, spread = np.zeros(entries), np.zeros(entries), np.ones(entries)
         empty = []
         for column in self.columns:

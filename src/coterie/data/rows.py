@@ -106,6 +106,7 @@ class StoredRows:
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
             if step == 1:
+                # `indices` may put the end of an empty slice before its start.
                 return self._read_range(start, max(start, stop))
             rows = torch.arange(start, stop, step)
         if not len(rows):
@@ -159,6 +160,8 @@ class StoredRows:
         if type(array).__module__.startswith("h5py"):
             where = (self.array.file.filename, self.array.name)
             return _open_hdf5, (where, self.convert, self.shape, self.dtype)
+        # Any other array goes as it pickles itself; so does a view of a map that skips rows or
+        # columns.
         return StoredRows, (array, self.convert, self.shape, self.dtype)
 
 
@@ -174,6 +177,7 @@ class _Chain:
         return x
 
 
+# A function of the module, since other processes get it by pickle, which takes no lambda.
 def _to_float(x: Tensor) -> Tensor:
     return x.float()
 
@@ -202,6 +206,7 @@ def _open_map(where: tuple[Any, ...], *more: Any) -> StoredRows:
 
 
 def _open_hdf5(where: tuple[str, str], *more: Any) -> StoredRows:
+    # Of the extra `disk`, which a machine without such arrays may lack.
     import h5py
 
     return StoredRows(h5py.File(where[0], "r")[where[1]], *more)
@@ -306,6 +311,7 @@ def iterate_pieces(x: Tensor | StoredRows) -> Iterator[tuple[int, Tensor]]:
     if isinstance(x, Tensor):
         yield 0, x
         return
+    # One row at least, however large; an input of no entries has no bytes to divide by.
     size = max(1, _PIECE // max(1, math.prod(x.shape[1:]) * x.dtype.itemsize))
     for start in range(0, len(x), size):
         yield start, x[start : start + size]

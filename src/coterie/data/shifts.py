@@ -751,6 +751,7 @@ class Natural(Shift):
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Give each client a group with enough samples."""
         values = self.group_values(sources)
+        # Groups in ascending order, with the number of samples of each.
         groups, sizes = np.unique(values, return_counts=True)
         # A client without a size takes its whole group.
         wanted = max((c.samples or 1 for c in clients), default=1)
@@ -794,6 +795,7 @@ class Natural(Shift):
     ) -> Client:
         is_client_column = self.column == source.clients
         given_name = source.client_name(group) if is_client_column else ""
+        # Ids of clients are names themselves; the value of another column needs its column's name.
         name = given_name
         if not given_name and not unnamed:
             name = str(group) if is_client_column else f"{self.column} {group}"
@@ -847,6 +849,7 @@ class Partition(Shift):
             raise ConfigError(
                 f"{what} returned None; expected the client of each sample: is a `return` missing?"
             )
+        # A custom function: what it returns is checked before it is used.
         owners = np.asarray(found)
         # Whole numbers only: rounding would put samples to clients that nobody named.
         if owners.shape != (len(samples),) or owners.dtype.kind not in "iu":
@@ -930,6 +933,7 @@ def parse_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
         return parse_settings(
             import_class(kind, f"{where} {kind!r}", Shift, "coterie.data.plan.Shift"), rest, where
         )
+    # Before the settings are parsed, which would only say that the key is unknown.
     if kind.startswith("dirichlet") and "alpha" in rest:
         own = [field.name for field in fields(SHIFTS[kind])]
         names = ", ".join(name for name in own if name.startswith("concentration"))

@@ -410,6 +410,7 @@ def _match_dtypes(pool: Samples, held: Samples) -> tuple[Samples, Samples]:
             f"training inputs are {pool.x.dtype}, test inputs {held.x.dtype}; make both uint8 "
             "images, or both numbers"
         )
+    # One fraction makes floats of what are integers in the other.
     if pool.x.dtype != held.x.dtype:
         pool, held = (replace(one, x=one.x.float()) for one in (pool, held))
     if pool.y.is_floating_point() != held.y.is_floating_point():

@@ -122,6 +122,7 @@ class CsvFormat:
                     f"{what} is not {self.encoding} ({error}); name its encoding, or write it as "
                     "UTF-8"
                 ) from None
+        # First: UTF-16 is no UTF-8, and cp1252 would make other letters of it.
         if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             return data.decode("utf-16", "replace"), ("encoding UTF-16",)
         try:
@@ -130,6 +131,7 @@ class CsvFormat:
             line, byte = data[: error.start].count(b"\n") + 1, data[error.start]
             found = f"{what} is not UTF-8 (byte 0x{byte:02x} in line {line})"
         try:
+            # Last, since it decodes nearly all bytes.
             text = data.decode("cp1252")
         except UnicodeDecodeError:
             raise DataError(
@@ -149,6 +151,7 @@ class CsvFormat:
         found, most = usual, 1
         # The usual separator first: of two that divide into as many columns it stays.
         for separator in dict.fromkeys((usual, *_SEPARATORS)):
+            # Six lines of a piece show how lines divide, however large the file is.
             rows = csv.reader(io.StringIO(text[:100_000]), delimiter=separator)
             widths = [len(row) for row, _ in zip(rows, range(6), strict=False) if row]
             # The last line of the piece may be cut.
@@ -224,6 +227,7 @@ def _load_file(path: Path, form: CsvFormat) -> LoadedTable:
     packed = path.suffix.lower() == ".gz"
     ending = Path(path.stem if packed else path.name).suffix.lower()
     try:
+        # Parquet is compressed inside, and needs places in the file that a packed one hides.
         if ending in (".parquet", ".pq") and not packed:
             made = arrow_parquet.read_table(path)
             _require_distinct_names(made.column_names, str(path))
@@ -231,6 +235,7 @@ def _load_file(path: Path, form: CsvFormat) -> LoadedTable:
         if ending in (".csv", ".tsv", ".txt"):
             data = path.read_bytes()
             return _parse_csv(gzip.decompress(data) if packed else data, path, ending, form)
+    # EOFError is of a packed file that ends early.
     except (pa.ArrowInvalid, OSError, EOFError) as error:
         said = " ".join(str(error).split())
         raise DataError(f"{path} cannot be read ({said}); write it again") from error
@@ -263,6 +268,7 @@ def _parse_csv(data: bytes, path: Path, ending: str, form: CsvFormat) -> LoadedT
         read_options=arrow_csv.ReadOptions(autogenerate_column_names=True),
         # Line breaks inside values need quotes; looking for them keeps arrow from using threads.
         parse_options=arrow_csv.ParseOptions(delimiter=separator, newlines_in_values='"' in text),
+        # An empty entry stays "" here; `_clear_empty` knows the words for nothing.
         convert_options=arrow_csv.ConvertOptions(
             column_types=dict.fromkeys(places, pa.string()), strings_can_be_null=False
         ),
@@ -322,6 +328,7 @@ def decide_types(
     columns = {}
     for name in dict.fromkeys(names):
         columns[name] = _clear_empty(loaded.arrow[name], categories.get(name, ()))
+    # Columns with categories stay text, and their commas say nothing about numbers.
     guessed = drop_keys(columns, categories)
     decimal = decimal or _find_decimal(guessed)
     read, padded = {}, []
@@ -478,9 +485,11 @@ def _find_mismatch(column: pa.ChunkedArray, pattern: str) -> tuple[int, Any]:
 
 def _convert_entries(column: pa.ChunkedArray, decimal: str) -> pa.ChunkedArray | None:
     """Return a column as numbers, or as true and false; None where entries are neither."""
+    # Without any entry no type can be found; as null it is read as numbers, all empty.
     if column.null_count == len(column):
         return pa.chunked_array([pa.nulls(len(column))])
     trimmed = pc.utf8_trim_whitespace(column)
+    # Whole numbers first: as floats they are no classes, and large ones are rounded.
     if _matches(column, _WHOLE):
         # Arrow reads no plus sign.
         return pc.utf8_ltrim(trimmed, characters="+").cast(pa.int64())

@@ -142,6 +142,7 @@ class TableOptions(Configurable):
         for setting in (self.encode, self.impute, self.categories):
             if isinstance(setting, Mapping):
                 named += setting
+        # A wide table has 10,000 columns; a search in their list for each would be slow.
         known = frozenset(names)
         for name in named:
             if name not in known:
@@ -326,11 +327,13 @@ def _load_tables(
     """Load the table and the one for testing, whose columns are what those of the first are."""
     loaded = load_table(table, columns.csv_format, name)
     chosen = columns.select_inputs(loaded.names)
+    # Ids before types are decided: as a number 1.10 would be 1.1.
     owners = [] if columns.client is None else read_ids(loaded, columns.client)
     needed = [*chosen, *columns.target_names]
     arrow, notes = decide_types(loaded, needed, columns.categories, columns.decimal)
     if columns.schema is not None:
         known = _ArrowTable(arrow, None, name)
+        # As a later table is compared with the first: a schema stands for the first table.
         for one, kind in _list_kinds(TableSchema.load(columns.schema).columns).items():
             _require_kind(known, one, kind, "the schema")
     pool = _ArrowTable(arrow, columns.client, name, owners, columns.clusters)
@@ -417,6 +420,7 @@ def read_inputs(table: Any, columns: Sequence[TableColumn]) -> Float[np.ndarray,
         if column.categories is not None:
             categories[column.name] = column.categories
     found = _ArrowTable(follow_types(loaded, kinds, categories), None, loaded.what)
+    # Rows that have been empty in all columns so far.
     has_none = np.ones(loaded.arrow.num_rows, bool)
     for column in columns:
         if column.categories is None:
@@ -574,6 +578,7 @@ def _convert_column(
                 warn_of_empty_words(name, table.get_column(name))
     known, codes = _encode_categories(tables, name, columns.categories.get(name))
     filled: str | float | None = impute
+    # Only a setting by column can name a category.
     if isinstance(columns.impute, Mapping):
         place = -1 if impute is None else _CategoryPlaces(known, name)(impute)
         if place >= 0:
@@ -744,6 +749,7 @@ class _CategoryPlaces:
             raise ConfigError(
                 f"categories of {name!r} is {list(known)[:20]}; expected values that differ as text"
             )
+        # Text is compared as it is written: "1.0" is not the category "1".
         self.are_text = any(isinstance(one, str) for one in known)
 
     def __call__(self, value: Any) -> int:
@@ -867,6 +873,7 @@ def _check_text(tables: Sequence[_ArrowTable], name: str) -> None:
         column = table.get_column(name)
         if pa.types.is_dictionary(column.type) or not _is_text(column.type):
             continue
+        # Each value is looked at once, and not each row.
         distinct = column.unique()
         require_no_dates(name, distinct)
         values = [value for value in distinct.to_pylist() if value is not None]

@@ -85,6 +85,7 @@ def add_noise(
         sigma: standard deviation of the noise, in units of the normalized inputs.
         generator: the source of the noise.
     """
+    # Of float32: the type decides which numbers are drawn, and stored results have these.
     noise = torch.from_numpy(generator.standard_normal(tuple(x.shape), dtype=np.float32))
     return x + (sigma * noise).to(x.dtype)
 
