@@ -109,6 +109,11 @@ def _build_from_source(
     normalize: Literal["half", "standard", "none"] = "half",
 ) -> Federation:
     """Divide a source among its clients; clients without a test set hold out their own samples."""
+    # The other fields of both classes have the same names and meanings.
+    shared = {}
+    for item in fields(Split):
+        if item.name != "seed":
+            shared[item.name] = getattr(split, item.name)
     config = DataConfig(
         dataset=source.name,
         num_clients=num_clients,
@@ -116,8 +121,7 @@ def _build_from_source(
         # A test set of the source serves all clients of a cluster; without one each client holds
         # out its own.
         test="cluster" if len(source.test) else "client",
-        # The other fields of both classes have the same names and meanings.
-        **{item.name: getattr(split, item.name) for item in fields(Split) if item.name != "seed"},
+        **shared,
     )
     seed, fold = config.data_seed_and_fold(split.seed)
     return build_from_sources(config, (source,), Rng(seed), fold)
@@ -595,8 +599,7 @@ def _read_clients(
     by_client: Mapping[Any, Any], what: str, form: ItemForm, seed: int, in_memory: bool
 ) -> tuple[Any, Any, list[Any]]:
     """Read each client's dataset; return inputs, targets, and the client of each sample."""
-    named = {f"{what} {client}": dataset for client, dataset in by_client.items()}
-    x, y, _, sizes = read_datasets(named, form, seed, in_memory)
+    x, y, _, sizes = read_datasets(prefix_keys(f"{what} ", by_client), form, seed, in_memory)
     owners: list[Any] = []
     for client, size in zip(by_client, sizes, strict=True):
         owners += [client] * size

@@ -105,7 +105,9 @@ class DataConfig(Configurable):
     def check(self) -> None:
         """Parse the shifts; numbers of validation and test samples need a number for training."""
         # As tables with every field: studies are stored and compared as tables.
-        kept = (shift_to_table(one, f"shift[{i}]") for i, one in enumerate(self.shift))
+        kept = []
+        for number, one in enumerate(self.shift):
+            kept.append(shift_to_table(one, f"shift[{number}]"))
         object.__setattr__(self, "shift", tuple(kept))
         if self.validation is not None and self.train is None:
             raise ConfigError(
@@ -399,9 +401,12 @@ def _settle_sizes(clients: Clients, sources: Sequence[Source]) -> Clients:
     if all(client.samples is not None for client in clients):
         return clients
     users = np.bincount([client.recipe.source for client in clients], minlength=len(sources))
+    shares = []
+    for source, count in zip(sources, users.tolist(), strict=True):
+        if count:
+            shares.append(len(source.train) // count)
     # The smallest pool share, so that all clients are equally large.
-    counts = zip(sources, users.tolist(), strict=True)
-    each = min(len(source.train) // count for source, count in counts if count)
+    each = min(shares)
     if each < 1:
         total = sum(len(source.train) for source in sources)
         raise DataError(
@@ -804,13 +809,14 @@ class SampleLayout:
             recipes: the changes of each entry of the first axis.
         """
         changes = [_Transforms(recipe.transforms) for recipe in recipes]
-        distinct = [change for change in dict.fromkeys(changes) if change.transforms]
+        distinct = dict.fromkeys(changes)
+        # -1 stands for no change.
+        distinct.pop(_Transforms(()), None)
         change_of = None
         if distinct:
-            # -1 stands for no change.
             number_of = number_items(distinct)
             number = [number_of.get(change, -1) for change in changes]
-            shape = (-1, *(1 for _ in rows.shape[1:]))
+            shape = (-1, *[1] * (rows.ndim - 1))
             change_of = torch.tensor(number).reshape(shape).expand(rows.shape)
         return ClientRows(samples.x, torch.from_numpy(rows), tuple(distinct), change_of)
 
@@ -891,12 +897,12 @@ class _TestSetMaker:
                 own.append(self._make_test_set(samples, rows, client.recipe, name, row))
             return tuple(own), torch.arange(len(own))
         # Equal recipes share a test set; sets are in the order of clusters.
-        ordered = sorted(self.clients, key=lambda client: client.cluster_places)
-        recipes = list(dict.fromkeys(client.recipe for client in ordered))
+        names_of: dict[SampleRecipe, set[str]] = {}
+        for client in sorted(self.clients, key=lambda client: client.cluster_places):
+            names_of.setdefault(client.recipe, set()).add(client.cluster_name)
         sets = []
-        for place, recipe in enumerate(recipes):
+        for place, (recipe, names) in enumerate(names_of.items()):
             # Several clusters may have equal recipes: their set has no name of one.
-            names = {client.cluster_name for client in self.clients if client.recipe == recipe}
             name = names.pop() if len(names) == 1 else "all clients"
             rows = self._select_rows(recipe, limit)
             if not len(rows):
@@ -907,7 +913,8 @@ class _TestSetMaker:
             sets.append(
                 self._make_test_set(self.sources[recipe.source].test, rows, recipe, name, place)
             )
-        return tuple(sets), torch.tensor([recipes.index(client.recipe) for client in self.clients])
+        place_of = number_items(names_of)
+        return tuple(sets), torch.tensor([place_of[client.recipe] for client in self.clients])
 
     def make_held_out(
         self, drawn: Sequence[Rows], cuts: Sequence[Cut]
@@ -1002,11 +1009,17 @@ class _TestSetMaker:
             requests.append(SampleRequest(wanted, counts=tuple(counts.tolist()), reuse=True))
         pools = [source.test for source in self.sources]
         # A partition says nothing of the test set, so such clients draw from all of it.
-        whole: Clients = ()
+        whole = []
         for client in self.clients:
-            whole += (replace(client, group=None) if client.rows else client,)
+            whole.append(replace(client, group=None) if client.rows else client)
         parts = _allocate_pools(
-            whole, requests, pools, "data.test.pool", self.sources, self.rng, range(len(whole))
+            tuple(whole),
+            requests,
+            pools,
+            "data.test.pool",
+            self.sources,
+            self.rng,
+            range(len(whole)),
         )
         sets = []
         for row, (client, rows) in enumerate(zip(self.clients, parts, strict=True)):
@@ -1077,7 +1090,10 @@ def _take_in_shares(
     most = int((present[shares > 0] / shares[shares > 0]).min())
     # Rounding may ask for one sample more than a class has.
     wanted = np.minimum(apportion_total(min(most, limit or most), shares), present)
-    return np.concatenate([rows[labels == label][:size] for label, size in enumerate(wanted)])
+    parts = []
+    for label, size in enumerate(wanted):
+        parts.append(rows[labels == label][:size])
+    return np.concatenate(parts)
 
 
 def _build_truth(clients: Clients, form: SampleLayout) -> Truth | None:
@@ -1085,18 +1101,21 @@ def _build_truth(clients: Clients, form: SampleLayout) -> Truth | None:
     if any(client.group is not None and not client.planted for client in clients):
         return None
     # Clusters of several shifts combine: each combination that occurs is one planted cluster.
-    names = {client.cluster_places: client.cluster_name for client in clients}
-    keys = sorted(names)
-    shift = []
+    names: dict[tuple[int, ...], str] = {}
     for client in clients:
+        names[client.cluster_places] = client.cluster_name
+    names = dict(sorted(names.items()))
+    number_of = number_items(names)
+    cluster, shift = [], []
+    for client in clients:
+        cluster.append(number_of[client.cluster_places])
         text = client.describe_changes()
         # Such images are stored normalized: the fingerprint of the data must have the constants.
         if form.dtype == torch.float16:
             mean, std = form.constants[client.recipe.source]
             text += f"; normalized with {mean} and {std}"
         shift.append(text)
-    cluster = torch.tensor([keys.index(client.cluster_places) for client in clients])
-    return Truth(cluster, tuple(names[key] for key in keys), tuple(shift))
+    return Truth(torch.tensor(cluster), tuple(names.values()), tuple(shift))
 
 
 def _join_class_names(clients: Clients, sources: Sequence[Source]) -> tuple[str, ...]:

@@ -256,7 +256,10 @@ def load_table_or_folder(
     options = dict(options)
     # Paths are resolved here; all other options are fields of the classes below.
     keys = ("path", "test", "schema") if name == "table" else ("path", "test")
-    paths = {key: options.pop(key) for key in keys if options.get(key) is not None}
+    paths = {}
+    for key in keys:
+        if options.get(key) is not None:
+            paths[key] = options.pop(key)
     if "path" not in paths:
         raise ConfigError(
             f"data.options: path is missing; expected that of the {name}, such as path = "
@@ -300,7 +303,9 @@ def _missing_dataset_error(name: str, root: Path | None) -> ConfigError | DataEr
             f"the data folder {root} does not exist; give --data-dir or COTERIE_DATA the folder of "
             "the datasets"
         )
-    here = sorted(p.name for p in root.iterdir() if p.is_dir()) if root is not None else []
+    here: list[str] = []
+    if root is not None:
+        here = sorted(one.name for one in root.iterdir() if one.is_dir())
     if name in GATHERED:
         place = "a folder" if root is None else f"the folder {root}"
         return DataError(

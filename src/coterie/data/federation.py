@@ -66,7 +66,8 @@ def _iterate_bytes(values: Inputs) -> Iterator[bytes | memoryview]:
     """Return the bytes of a tensor, or of what stands for it, in pieces of equal size."""
     if isinstance(values, Tensor):
         data = values.contiguous().flatten().view(torch.uint8).numpy().data
-        yield from (data[at : at + _PIECE] for at in range(0, len(data), _PIECE))
+        for at in range(0, len(data), _PIECE):
+            yield data[at : at + _PIECE]
         return
     flat = values.flatten(0, values.index.ndim - 1) if values.index.ndim > 1 else values
     size = math.prod(flat.shape[1:]) * flat.dtype.itemsize
@@ -88,8 +89,9 @@ def _iterate_bytes(values: Inputs) -> Iterator[bytes | memoryview]:
             joined = min(padding, -len(rest) % _PIECE)
             rest, padding = rest + zeros[:joined], padding - joined
             whole = len(rest) // _PIECE * _PIECE
-            yield from (rest[at : at + _PIECE] for at in range(0, whole, _PIECE))
-            yield from (zeros for _ in range(padding // _PIECE))
+            for at in range(0, whole, _PIECE):
+                yield rest[at : at + _PIECE]
+            yield from itertools.repeat(zeros, padding // _PIECE)
             rest = rest[whole:] + zeros[: padding % _PIECE]
     if rest:
         yield rest
@@ -310,14 +312,10 @@ class Federation(Described):
         hosted = self.host(self.ids[rows])
         truth = self.truth
         if truth is not None:
-            truth = replace(
-                truth,
-                cluster=truth.cluster[rows],
-                shift=tuple(truth.shift[row] for row in rows.tolist()),
-            )
+            truth = replace(truth, cluster=truth.cluster[rows], shift=_select(truth.shift, rows))
         return replace(
             hosted,
-            tests=tuple(self.tests[number] for number in kept.tolist()),
+            tests=_select(self.tests, kept),
             test_of=test_of,
             ids=torch.arange(len(rows)),
             population=len(rows),
@@ -388,7 +386,7 @@ class Federation(Described):
 
     def compute_digest(self) -> str:
         """Hash the data (`compute_fingerprint`), and all names that results have."""
-        columns = [column.to_fields() for column in self.table]
+        columns = list(map(TableColumn.to_fields, self.table))
         names = [self.client_names, self.class_names, self.feature_names, columns]
         # Categories may be of types that JSON lacks, such as dates.
         text = json.dumps([self.compute_fingerprint(), names], default=str)
@@ -504,11 +502,11 @@ class Federation(Described):
             "class_names": self.class_names,
             "client_names": self.client_names,
             "feature_names": self.feature_names,
-            "parts": [list(astuple(part)) for part in self.parts],
+            "parts": list(map(astuple, self.parts)),
         }
         # Only data of a table have these: files of other data keep their bytes.
         if self.table:
-            meta["table"] = [column.to_fields() for column in self.table]
+            meta["table"] = list(map(TableColumn.to_fields, self.table))
         if self.targets:
             meta |= {"targets": self.targets, "notes": self.notes}
         meta |= {

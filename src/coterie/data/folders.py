@@ -119,7 +119,8 @@ def _list_classes(path: str | Path) -> tuple[Path, list[tuple[Path, Path]]]:
         )
     places = []
     for client in _list_folders(folder):
-        places += [(client, label) for label in _list_folders(client)]
+        for label in _list_folders(client):
+            places.append((client, label))
     if not places:
         raise DataError(
             f"{folder} has no pictures; expected {folder.name}/CLIENT/CLASS/picture.png"
@@ -149,24 +150,29 @@ def _load_pictures(
             inputs.append(_load_picture(file, transform, size))
             labels.append(label.name)
             owners.append(client.name)
-    # A client without pictures would be missing silently.
-    silent = [client.name for client in _list_folders(folder) if client.name not in owners]
-    if silent:
-        raise DataError(
-            f"client {silent[0]!r} has no pictures in folders of classes; expected "
-            f"{silent[0]}/CLASS/picture.png: "
-            "sort its pictures into classes, or remove its folder"
-        )
+    with_pictures = frozenset(owners)
+    for client in _list_folders(folder):
+        # A client without pictures would be missing silently.
+        if client.name not in with_pictures:
+            raise DataError(
+                f"client {client.name!r} has no pictures in folders of classes; expected "
+                f"{client.name}/CLASS/picture.png: sort its pictures into classes, or remove its "
+                "folder"
+            )
     return _stack_inputs(inputs, folder), labels, owners
 
 
 def _list_folders(path: Path) -> list[Path]:
+    found = []
     # Sorted, because file systems list in any order; hidden folders are those of tools.
-    seen = sorted(one for one in path.iterdir() if not one.name.startswith("."))
-    for one in seen:
+    for one in sorted(path.iterdir()):
+        if one.name.startswith("."):
+            continue
         if one.is_symlink():
             _require_way_on(one)
-    return [one for one in seen if one.is_dir()]
+        if one.is_dir():
+            found.append(one)
+    return found
 
 
 def _require_way_on(link: Path) -> None:
@@ -183,9 +189,12 @@ def _require_way_on(link: Path) -> None:
 def _list_pictures(path: Path) -> list[Path]:
     # Other files, such as lists of labels, lie next to pictures in many datasets.
     known = Image.registered_extensions()
-    found = [one for one in path.iterdir() if one.suffix.lower() in known]
-    # Hidden files are no pictures, such as the "._" files of macOS.
-    return sorted(one for one in found if not one.name.startswith("."))
+    found = []
+    for one in sorted(path.iterdir()):
+        # Hidden files are no pictures, such as the "._" files of macOS.
+        if one.suffix.lower() in known and not one.name.startswith("."):
+            found.append(one)
+    return found
 
 
 def _load_picture(
@@ -226,7 +235,9 @@ def _stack_inputs(inputs: Sequence[Tensor | np.ndarray], folder: Path) -> Tensor
         tensors.append(one)
     # Gray pictures have two axes, colored ones three.
     if {one.ndim for one in tensors} == {2, 3}:
-        tensors = [one.expand(3, *one.shape) if one.ndim == 2 else one for one in tensors]
+        for place, one in enumerate(tensors):
+            if one.ndim == 2:
+                tensors[place] = one.expand(3, *one.shape)
     shapes = sorted({tuple(one.shape) for one in tensors})
     if len(shapes) > 1:
         raise DataError(

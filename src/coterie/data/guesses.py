@@ -298,9 +298,12 @@ def _hash_rows(x: Tensor | StoredRows, y: Tensor) -> np.ndarray:
     """Return a hash of each sample."""
     found = []
     for start, piece in iterate_pieces(x):
-        pair = piece, y[start : start + len(piece)]
-        flat = [one.reshape(len(one), -1).contiguous().numpy().view(np.uint8) for one in pair]
-        rows = np.concatenate([one.reshape(len(one), -1) for one in flat], axis=1)
+        # As bytes, samples x bytes of the input and of the target.
+        columns = []
+        for one in (piece, y[start : start + len(piece)]):
+            flat = one.reshape(len(one), -1).contiguous().numpy().view(np.uint8)
+            columns.append(flat.reshape(len(flat), -1))
+        rows = np.concatenate(columns, axis=1)
         # Python's hashes differ between processes; these are compared within one.
         found += [hash(row.tobytes()) for row in rows]
     return np.array(found)

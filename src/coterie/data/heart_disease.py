@@ -56,7 +56,9 @@ def load_table() -> Any:
     # `num` is 0 where no vessel is narrowed by more than half, and 1 to 4 where one is.
     rows["disease"] = (rows.pop("num") > 0).map({False: "no", True: "yes"})
     # 0 stands for "not measured" in the published file.
-    return rows.assign(**{name: rows[name].mask(rows[name] == 0) for name in ("trestbps", "chol")})
+    for name in ("trestbps", "chol"):
+        rows[name] = rows[name].mask(rows[name] == 0)
+    return rows
 
 
 def load_source() -> Source:
@@ -100,7 +102,7 @@ def flamby(scale: str = "own") -> Federation:
         rows.astype({"restecg": int}), columns=["cp", "restecg"], drop_first=True, dtype=float
     )
     names = sorted(wide["hospital"].unique())
-    entries = [name for name in wide.columns if name not in ("hospital", "num")]
+    entries = wide.columns.drop(["hospital", "num"]).tolist()
     parts, raw = [], []
     for name in names:
         own = wide.loc[wide["hospital"] == name]

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from coterie._util import extras
 from coterie._util.files import cache_folder, replace_atomically, resolve_path
-from coterie._util.mappings import map_values
+from coterie._util.mappings import drop_empty, map_values
 from coterie.data.folders import has_deep_pixels
 from coterie.data.items import TEST_SPLITS
 from coterie.data.source import Constants, Samples, Source
@@ -73,7 +73,7 @@ def load_folder(
 
     # Called only where the cache has nothing.
     def load_tables() -> dict[str, pa.Table]:
-        return {split: _load_tables(files) for split, files in shards.items() if files}
+        return map_values(_load_tables, drop_empty(shards))
 
     return _make_source(
         folder.name,
@@ -187,9 +187,7 @@ def _make_source(
     for split, decoded in splits.items():
         parts[split] = Samples(decoded.images, decoded.columns[column], decoded.columns)
     train = parts["train"]
-    # No rows, but the shapes and types of the training samples.
-    no_columns = {name: values[:0] for name, values in train.columns.items()}
-    test = parts.get("test", Samples(train.x[:0], train.y[:0], no_columns))
+    test = parts["test"] if "test" in parts else train.drop_rows()
     # A class may occur in one of the two splits only.
     highest = max(int(part.y.max()) for part in (train, test) if len(part)) + 1
     classes = len(names.get(column, ())) or highest
@@ -236,7 +234,7 @@ def _compare_class_names(
     """
     for column in train.keys() & test.keys():
         if train[column] != test[column]:
-            own, other = (", ".join(names[column][:10]) for names in (train, test))
+            own, other = ", ".join(train[column][:10]), ", ".join(test[column][:10])
             raise DataError(
                 f"{name}: the classes of {column!r} are {own} in the training files and {other} in "
                 "the test files; write both with the same names in the same order"
@@ -303,9 +301,11 @@ def _decode_images(
         raise DataError(
             f"{where} has images of {len(sizes)} sizes; expected one size: resize them first"
         )
-    # `convert` copies, also where the mode is the same.
-    pixels = [image if image.mode == mode else image.convert(mode) for image in images]
-    out = np.stack(list(map(np.asarray, pixels)))
+    pixels = []
+    for image in images:
+        # `convert` copies, also where the mode is the same.
+        pixels.append(np.asarray(image if image.mode == mode else image.convert(mode)))
+    out = np.stack(pixels)
     # Gray images have no last axis yet: it becomes the channel.
     return torch.from_numpy(out.reshape(*out.shape[:3], -1)).movedim(-1, 1).contiguous()
 
@@ -346,8 +346,9 @@ def _save_cache(
     place: Path, splits: Mapping[str, DecodedSplit], names: Mapping[str, tuple[str, ...]]
 ) -> None:
     """Write decoded splits atomically, and remove those of older files of the same origin."""
-    tensors = {f"{split}.images": decoded.images for split, decoded in splits.items()}
+    tensors = {}
     for split, decoded in splits.items():
+        tensors[f"{split}.images"] = decoded.images
         for column, values in decoded.columns.items():
             tensors[f"{split}.columns.{column}"] = values
     meta = {

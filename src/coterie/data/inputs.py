@@ -63,7 +63,7 @@ class InputForm:
         return {
             **asdict(self),
             "parts": list(map(astuple, self.parts)),
-            "table": [column.to_fields() for column in self.table],
+            "table": list(map(TableColumn.to_fields, self.table)),
         }
 
     @staticmethod

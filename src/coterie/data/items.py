@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset
 
-from coterie._util.mappings import drop_keys, map_values
+from coterie._util.mappings import drop_keys, map_values, select_keys
 from coterie.data.arrow_items import ArrowItems
 from coterie.data.folders import as_pixels
 from coterie.errors import ConfigError, DataError, describe_unknown
@@ -107,7 +107,7 @@ class ItemForm:
         for name in (target, *names, self.client):
             if name is not None and name not in item:
                 raise ConfigError(f"{what}: {describe_unknown('key', name, list(item))}")
-        found: Any = {name: item[name] for name in names}
+        found: Any = select_keys(item, names)
         if len(names) == 1:
             found = item[names[0]]
         return found, item[target], None if self.client is None else item[self.client]
@@ -212,9 +212,10 @@ def list_partitions(datasets: Any) -> Any:
             )
         split = "train"
     # The number of partitions is known once the data are there, which the first one loads.
-    first = datasets.load_partition(0, split)
-    number = partitioners[split].num_partitions
-    return [first, *(datasets.load_partition(place, split) for place in range(1, number))]
+    found = [datasets.load_partition(0, split)]
+    for place in range(1, partitioners[split].num_partitions):
+        found.append(datasets.load_partition(place, split))
+    return found
 
 
 def split_dataset_dict(dataset: Any) -> tuple[Any, Any]:
@@ -453,7 +454,10 @@ def _find_changing_item(dataset: Any, what: str, form: ItemForm, read: _Items) -
     # Evenly over the dataset, so that a transform of some classes only is noticed too.
     for place in np.unique(np.linspace(0, size - 1, min(size, _READ_TWICE)).astype(int)).tolist():
         parts, target, _ = _convert_item(dataset[place], f"item {place}", what, form)
-        again = {key: values[place] for key, values in read.inputs.items() if len(values) == size}
+        again = {}
+        for key, values in read.inputs.items():
+            if len(values) == size:
+                again[key] = values[place]
         # On disk nothing was kept to compare with: the item is read once more.
         if not again:
             again, _, _ = _convert_item(dataset[place], f"item {place}", what, form)

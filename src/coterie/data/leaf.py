@@ -74,10 +74,10 @@ def _read_part(folder: Path, transform: Callable[[Any], Any] | None) -> LeafSamp
             file_of[user] = file
             inputs.append(_convert_inputs(x, f"{file}: user {user!r}", transform))
             if inputs[-1].shape[1:] != inputs[0].shape[1:]:
-                shapes = [tuple(one.shape[1:]) for one in (inputs[0], inputs[-1])]
+                first, other = inputs[0].shape[1:], inputs[-1].shape[1:]
                 raise DataError(
-                    f"{folder}: user {owners[0]!r} has inputs of shape {shapes[0]}, user {user!r} "
-                    f"of {shapes[1]}; make them equal with transform="
+                    f"{folder}: user {owners[0]!r} has inputs of shape {first}, user {user!r} of "
+                    f"{other}; make them equal with transform="
                 )
             targets += y
             owners += [user] * len(y)

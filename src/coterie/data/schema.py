@@ -118,6 +118,11 @@ class TableSchema:
         """Whether the file is of a time when schemas said that a column is filled, not by what."""
         return any(one.filled and one.impute is None for one in self.columns)
 
+    @property
+    def _plain_columns(self) -> list[TableColumn]:
+        """The columns of the table itself: without the indicators that were made of them."""
+        return [one for one in self.columns if not one.indicator]
+
     def _list_fills(self) -> dict[str, Any]:
         """Return what fills empty entries, by column."""
         return {one.name: one.impute for one in self.columns if one.impute is not None}
@@ -142,7 +147,7 @@ class TableSchema:
             "class_names": ", ".join(self.class_names),
             "inputs": ", ".join(one.name for one in self.columns),
         }
-        plain = [one for one in self.columns if not one.indicator]
+        plain = self._plain_columns
         for column in plain[:_LISTED]:
             coding[f"column {column.name}"] = _describe_column(column)
         # A hash stands for the rest of a wide table: messages between nodes are short.
@@ -161,7 +166,7 @@ class TableSchema:
             names = ", ".join(self.class_names) or f"0 to {self.classes - 1}"
             what = f"{self.classes} classes ({names})"
         lines = [f"target: {', '.join(self.target)}, {what}"]
-        plain = [one for one in self.columns if not one.indicator]
+        plain = self._plain_columns
         for kind in ("numbers", "true or false"):
             for scaled in (False, True):
                 names = [one.name for one in plain if (one.kind, one.scaled) == (kind, scaled)]
@@ -229,7 +234,7 @@ def apply_schema(given: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
         # "one-hot" is the default, so that it may not have been chosen.
         is_default = name == "encode" and own == "one-hot"
         if own not in (None, [], {}) and own != value and not is_default:
-            here, there = (shorten_text(repr(one), _SHOWN) for one in (own, value))
+            here, there = shorten_text(repr(own), _SHOWN), shorten_text(repr(value), _SHOWN)
             raise ConfigError(
                 f"{name} is {here}, and {there} in the schema {path}; leave it out, or make "
                 "them equal"

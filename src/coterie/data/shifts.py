@@ -539,7 +539,7 @@ class Visual(Shift):
         place = assign_clusters(
             len(self.domains), len(clients), self.sizes, self.assign, streams(EVERYONE)
         )
-        return tuple(self._apply_domain(c, p) for c, p in zip(clients, place, strict=True))
+        return tuple(map(self._apply_domain, clients, place))
 
     def _apply_domain(self, client: Client, place: int) -> Client:
         domain, recipe = self.domains[place], client.recipe
@@ -734,12 +734,7 @@ class Natural(Shift):
         Raises:
             ConfigError: when there is no such column, or more than one dataset.
         """
-        require(
-            len(sources) == 1,
-            "dataset",
-            tuple(s.name for s in sources),
-            "one dataset for natural groups",
-        )
+        _require_one_dataset(sources, "natural groups")
         for name in (self.column, self.cluster):
             if name is not None and name not in sources[0].train.columns:
                 raise ConfigError(
@@ -876,12 +871,7 @@ class Partition(Shift):
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Give each client its samples."""
-        require(
-            len(sources) == 1,
-            "dataset",
-            tuple(s.name for s in sources),
-            "one dataset for a partition",
-        )
+        _require_one_dataset(sources, "a partition")
         owners = self.find_owners(sources[0].train, len(clients), streams(EVERYONE))
         out = []
         for row, client in enumerate(clients):
@@ -935,10 +925,13 @@ def parse_shift(table: Mapping[str, Any], where: str = "shift") -> Shift:
         )
     # Before the settings are parsed, which would only say that the key is unknown.
     if kind.startswith("dirichlet") and "alpha" in rest:
-        own = [field.name for field in fields(SHIFTS[kind])]
-        names = ", ".join(name for name in own if name.startswith("concentration"))
+        names = []
+        for field in fields(SHIFTS[kind]):
+            if field.name.startswith("concentration"):
+                names.append(field.name)
         raise ConfigError(
-            f"{where}: alpha means different things in different papers; use one of: {names}"
+            f"{where}: alpha means different things in different papers; use one of: "
+            f"{', '.join(names)}"
         )
     return parse_settings(SHIFTS[kind], rest, where)
 
@@ -961,6 +954,11 @@ def shift_to_table(shift: Shift | Mapping[str, Any], where: str = "shift") -> di
     if SHIFTS.get(getattr(made, "kind", "")) is type(made):
         return {**to_plain(made), "kind": made.kind}
     return {**to_plain(made), "kind": find_import_path(type(made), where)}
+
+
+def _require_one_dataset(sources: Sequence[Source], what: str) -> None:
+    names = tuple(source.name for source in sources)
+    require(len(names) == 1, "dataset", names, f"one dataset for {what}")
 
 
 def _require_images(sources: Sequence[Source], kind: str) -> None:

@@ -101,6 +101,16 @@ class Samples:
     def __len__(self) -> int:
         return len(self.x)
 
+    @property
+    def is_images(self) -> bool:
+        """Whether the inputs are uint8 images."""
+        return self.x.dtype == torch.uint8 and self.x.ndim == 4
+
+    def drop_rows(self) -> "Samples":
+        """Return no samples, of the same shapes and types and with the same columns."""
+        columns = {name: values[:0] for name, values in self.columns.items()}
+        return Samples(self.x[:0], self.y[:0], columns)
+
 
 @dataclass(frozen=True)
 class Source:
@@ -207,9 +217,7 @@ class Source:
             columns, client_names = number_clients(clients, len(pool), clusters)
         pool = replace(pool, columns=columns)
         if test is None:
-            no_columns = {column: values[:0] for column, values in columns.items()}
-            # No rows, but the shapes and types of the pool.
-            kept = Samples(pool.x[:0], pool.y[:0], no_columns)
+            kept = pool.drop_rows()
         else:
             # Test images are normalized by the constants of the training images.
             x_held, parts_held, _ = _convert_inputs(test[0], normalize, constants)
@@ -254,7 +262,7 @@ class Source:
     @property
     def is_images(self) -> bool:
         """Whether the inputs are uint8 images."""
-        return self.train.x.dtype == torch.uint8 and self.train.x.ndim == 4
+        return self.train.is_images
 
     @property
     def input_description(self) -> str:
@@ -404,17 +412,16 @@ def make_samples(
 
 def _match_dtypes(pool: Samples, held: Samples) -> tuple[Samples, Samples]:
     """Give both numbers of one type: integers become floats where the other has floats."""
-    images = [one.x.dtype == torch.uint8 and one.x.ndim == 4 for one in (pool, held)]
-    if images[0] != images[1]:
+    if pool.is_images != held.is_images:
         raise DataError(
             f"training inputs are {pool.x.dtype}, test inputs {held.x.dtype}; make both uint8 "
             "images, or both numbers"
         )
     # One fraction makes floats of what are integers in the other.
     if pool.x.dtype != held.x.dtype:
-        pool, held = (replace(one, x=one.x.float()) for one in (pool, held))
+        pool, held = replace(pool, x=pool.x.float()), replace(held, x=held.x.float())
     if pool.y.is_floating_point() != held.y.is_floating_point():
-        pool, held = (replace(one, y=one.y.float()) for one in (pool, held))
+        pool, held = replace(pool, y=pool.y.float()), replace(held, y=held.y.float())
     return pool, held
 
 
@@ -466,8 +473,11 @@ def _convert_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]
         return x[:, None] if x.ndim == 3 else x
     if x.is_floating_point():
         return x if x.dtype == torch.float16 else x.float()
+    largest = 0
     # `aminmax` refuses an empty tensor.
-    largest = max(abs(int(end)) for end in torch.aminmax(x)) if x.numel() else 0
+    if x.numel():
+        low, high = map(int, torch.aminmax(x))
+        largest = max(abs(low), abs(high))
     if largest > LARGEST:
         raise DataError(
             f"{name} has whole numbers up to {largest:,}; expected at most {LARGEST:,}, beyond "
@@ -524,8 +534,9 @@ def _convert_inputs(
             )
             part, whole = part.float() / 255, False
             if mean:
-                center, spread = (torch.tensor(one).reshape(-1, 1, 1) for one in (mean, std))
-                part = (part - center) / spread
+                # Of shape channels x 1 x 1.
+                center = torch.tensor(mean).reshape(-1, 1, 1)
+                part = (part - center) / torch.tensor(std).reshape(-1, 1, 1)
         # Parts without a name are numbered, and become positional arguments.
         name = key if isinstance(key, str) else ""
         parts.append(InputPart(name, tuple(part.shape[1:]), whole, mean, std))
@@ -555,11 +566,13 @@ def pack_inputs(x: Any, parts: Sequence[InputPart]) -> Shaped[Tensor, "samples *
     if not parts:
         return _convert_input(x, "x")
     if isinstance(x, Mapping) and all(part.name for part in parts):
-        missing = [part.name for part in parts if part.name not in x]
-        if missing:
-            raise DataError(f"x has no {missing[0]!r}; expected {describe_parts(parts)}")
         # In the order of training, whatever the order given.
-        x = {part.name: x[part.name] for part in parts}
+        ordered = {}
+        for part in parts:
+            if part.name not in x:
+                raise DataError(f"x has no {part.name!r}; expected {describe_parts(parts)}")
+            ordered[part.name] = x[part.name]
+        x = ordered
     constants = {place: (part.mean, part.std) for place, part in enumerate(parts)}
     flat, found, _ = _convert_inputs(x, "none", constants)
     if not found:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from itertools import islice
 from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
@@ -153,7 +154,7 @@ class CsvFormat:
         for separator in dict.fromkeys((usual, *_SEPARATORS)):
             # Six lines of a piece show how lines divide, however large the file is.
             rows = csv.reader(io.StringIO(text[:100_000]), delimiter=separator)
-            widths = [len(row) for row, _ in zip(rows, range(6), strict=False) if row]
+            widths = [len(row) for row in islice(rows, 6) if row]
             # The last line of the piece may be cut.
             if widths and widths[0] > most and len(set(widths[:-1])) <= 1:
                 found, most = separator, widths[0]
@@ -273,8 +274,9 @@ def _parse_csv(data: bytes, path: Path, ending: str, form: CsvFormat) -> LoadedT
             column_types=dict.fromkeys(places, pa.string()), strings_can_be_null=False
         ),
     )
-    names = [name.strip() for name in header]
-    _require_distinct_names([name for name in names if name], str(path))
+    names = list(map(str.strip, header))
+    # Columns without a name are left alone until one is asked for.
+    _require_distinct_names(list(filter(None, names)), str(path))
     # The first row is the header.
     return LoadedTable(made.slice(1).rename_columns(names), str(path), True, notes)
 

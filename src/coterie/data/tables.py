@@ -13,6 +13,7 @@ import torch
 from annotated_types import Ge, MinLen
 from jaxtyping import Float
 
+from coterie._util.mappings import number_items
 from coterie._util.settings import Configurable
 from coterie.data.coding import MOST, WHOLE, code_targets, number_clients, write_category
 from coterie.data.guesses import (
@@ -127,8 +128,10 @@ class TableOptions(Configurable):
             ConfigError: when a setting names a column that the table lacks, or none is left.
         """
         # In a fixed order, so that a message names the same column every time.
-        others = [one for one in (self.client, self.split_column) if one is not None]
-        taken = list(dict.fromkeys([*self.target_names, *others]))
+        taken = list(self.target_names)
+        for role in (self.client, self.split_column):
+            if role is not None:
+                taken.append(role)
         chosen = list(self.features or ())
         if self.features is None:
             chosen = [name for name in names if name not in taken]
@@ -213,10 +216,13 @@ def read_table(
     if shared and columns.schema is None:
         _require_shared_settings(read, tables, columns)
     # Indicators come behind all other columns of numbers, in the order of these.
-    read += [_make_indicator(one) for one in read if one.name in columns.indicate]
+    for one in tuple(read):
+        if one.name in columns.indicate:
+            read.append(_make_indicator(one))
     # Numbers come first, then codes: they are the two tensors of an input that has both.
-    numbers = [one for one in read if not one.codes]
-    codes = [one for one in read if one.codes]
+    numbers, codes = [], []
+    for one in read:
+        (codes if one.codes else numbers).append(one)
     fitted, entries = [], []
     for one in (*numbers, *codes):
         scaled = one.numeric and columns.scale is not None
@@ -233,7 +239,10 @@ def read_table(
     kind = torch.int32 if whole else torch.float32
     if fitted:
         kind = torch.float64  # NaN stands for empty entries until clients have filled them
-    found_numbers = {one.name: np.concatenate(one.values) for one in numbers if one.numeric}
+    found_numbers = {}
+    for one in numbers:
+        if one.numeric:
+            found_numbers[one.name] = np.concatenate(one.values)
     warn_about_ids(found_numbers)
     # Columns are scaled in float64, where large whole numbers stay apart.
     if columns.scale is None:
@@ -352,7 +361,9 @@ def _load_tables(
         check_column(held.arrow, one, what)
     kinds: dict[str, Kind] = {one: _find_kind(arrow[one].type) for one in needed}
     # Categories that were given make text of any column, as in the first table.
-    kinds.update({one: "text" for one in columns.categories if one in chosen})
+    for one in columns.categories:
+        if one in chosen:
+            kinds[one] = "text"
     later = _ArrowTable(follow_types(held, kinds, columns.categories, columns.decimal), None, what)
     for one, kind in kinds.items():
         _require_kind(later, one, kind)
@@ -472,13 +483,12 @@ class _ArrowTable:
         self.owners: Mapping[str, Any] | None = None
         self.names: tuple[str, ...] = ()
         if client is not None:
-            # NaN is unequal to itself.
-            empty = (row for row, one in enumerate(ids) if one is None or one != one or one == "")
-            first = next(empty, None)
-            if first is not None:
-                raise DataError(
-                    f"column {client!r} has no client in row {first}; fill it, or drop the row"
-                )
+            for row, one in enumerate(ids):
+                # NaN is unequal to itself.
+                if one is None or one != one or one == "":
+                    raise DataError(
+                        f"column {client!r} has no client in row {row}; fill it, or drop the row"
+                    )
             self.owners, self.names = number_clients(list(ids), len(ids), clusters)
 
     def get_column(self, name: str) -> pa.ChunkedArray:
@@ -744,7 +754,7 @@ class _CategoryPlaces:
     """The place of each category, however a later table writes it: 1, 1.0 or "1"."""
 
     def __init__(self, known: Sequence[Any], name: str) -> None:
-        self.places = {write_category(one): place for place, one in enumerate(known)}
+        self.places = number_items(map(write_category, known))
         if len(self.places) < len(known):
             raise ConfigError(
                 f"categories of {name!r} is {list(known)[:20]}; expected values that differ as text"
@@ -832,13 +842,13 @@ def _require_shared_settings(
     read: Sequence[_InputColumn], tables: Sequence[_ArrowTable], columns: TableOptions
 ) -> None:
     """Require settings without which the encoding depends on one machine's rows."""
-    # What each machine would find in its own rows alone, and number in its own way.
-    open_ones = [one.name for one in read if not one.numeric and one.name not in columns.categories]
-    if open_ones:
-        raise ConfigError(
-            f"the categories of {open_ones[0]!r} are missing; every machine must name the same: "
-            f"categories = {{ {open_ones[0]} = [...] }}"
-        )
+    for one in read:
+        # Each machine would find the categories of its own rows, and number them in its own way.
+        if not one.numeric and one.name not in columns.categories:
+            raise ConfigError(
+                f"the categories of {one.name!r} are missing; every machine must name the same: "
+                f"categories = {{ {one.name} = [...] }}"
+            )
     kinds = [tables[0].get_column(name).type for name in columns.target_names]
     text, whole = any(map(_is_text, kinds)), not any(map(pa.types.is_floating, kinds))
     if text and not columns.class_names:
