@@ -77,6 +77,7 @@ def audit_privacy(
     from coterie.studies import config, leakage
     from coterie.studies.run import load_stored_study
 
+    # Before the runs, which take long: the result must have a place, and replaces nothing but JSON.
     if out is not None:
         check_file(out)
         check_replaceable(out, b"{")
@@ -92,6 +93,7 @@ def audit_privacy(
         if not quiet:
             typer.echo(text, err=True)
 
+    # All attacks first: a table and a JSON text are written whole.
     found = list(
         leakage.audit_study(
             chosen, shadows=shadows, private=private, data_dir=data_dir, notify=report_progress
@@ -130,5 +132,6 @@ def _print_attacks(attacks: Sequence[Any]) -> None:
         share = f"{100 * one.tpr:.1f} % ({100 * one.tpr_low:.1f} to {100 * one.tpr_high:.1f})"
         table.add_row(label, noise, epsilon, one.attack, area, share)
     Console().print(table)
+    # The star is explained only where a row has one.
     if any(one.target == "unpublished" for one in attacks):
         typer.echo("* sends no model; the attack is on the last one")

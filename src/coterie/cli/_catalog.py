@@ -148,6 +148,7 @@ def parse_arguments(doc: str) -> dict[str, str]:
 
 
 def _format_default(value: Any) -> str:
+    # As a study file writes it: TOML has small letters for true and false, and nothing for none.
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -98,6 +98,7 @@ class RunLocation:
                 yield over, 1
             return
         if found.kind == "local":
+            # Processes of this machine reserve nothing: all of them take what there is.
             if self.cpus > 1 or self.gpus is not None:
                 raise ConfigError("--cpus and --gpus apply to runs on a cluster; give --on too")
             from coterie.simulation.workers import default_workers
@@ -129,6 +130,7 @@ def check_cluster(on: str) -> int:
     from coterie.cluster import doctor
 
     machines, own = _examine_machines(on), doctor.describe_this_machine()
+    # Facts in which a difference keeps a run from starting.
     wrong = doctor.describe_differences(machines, own, doctor.REFUSED)
     for line in wrong:
         typer.echo(f"WRONG  {line}")
@@ -190,6 +192,7 @@ def show_status(
         typer.echo(line)
     if not all(one.state == "done" for one in found):
         words = ["coterie", "resume", str(folder)]
+        # The run of a node continues when its node is started again.
         if is_node_folder(folder.resolve()):
             words = ["coterie", "node", "NODE.toml"]
         typer.echo(f"Continue with: {shlex.join(words)}")

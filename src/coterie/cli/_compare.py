@@ -136,9 +136,13 @@ def compare_studies(
     shown: list[Any] = []
     notes: list[str] = []
     missing: list[str] = []
+    # A number alone, such as --at-bytes 5, asks for the ranking too.
     by_bytes, by_time = equal_bytes or at_bytes is not None, equal_time or at_seconds is not None
     if by_bytes and by_time:
         raise ConfigError("methods are ranked at equal bytes or at equal time; give one of them")
+    # Four comparisons, of which one is made: with a paper, over a setting, at an equal budget, or
+    # in pairs. Each fills `shown` with its tables, and `notes` and `missing` with lines around
+    # them.
     if paper:
         for folder in folders:
             one = comparing.compare_with_paper(comparing.load_result(folder))
@@ -184,6 +188,7 @@ def compare_studies(
             # Whole for a paper: the means with their intervals come before the pairs.
             shown += _tables.build_study_tables(one, whole=format_ is not None)
             notes += one.verdicts
+        # Two studies at a time: a method of one with that of the same label in the other.
         across = comparing.compare_each_two(
             results, metric=metric, baseline=baseline, cluster=cluster, share=test_share
         )
@@ -201,6 +206,7 @@ def compare_studies(
         for note in missing:
             typer.echo(f"note: {note}", err=True)
         write = {"latex": _tables.format_latex, "markdown": _tables.format_markdown}[format_.value]
+        # Each table ends its last line itself.
         typer.echo("\n".join(map(write, shown)), nl=False)
         return
     console = Console()
@@ -255,6 +261,7 @@ def analyze_run(
     """
     from coterie.papers import analyses
 
+    # Without an analysis: the names and meanings of all.
     if not what:
         for name, one in analyses.ANALYSES.items():
             typer.echo(f"{name:<14}{one.text}")
@@ -361,6 +368,7 @@ def tune_study(
     from coterie.studies import tune as tuning
 
     chosen = config.load_study(study, set_ or ())
+    # A grid in the call replaces that of the study file, whole.
     axes: dict[str, list[Any]] = tuning.parse_grid(grid) if grid else map_values(list, chosen.tune)
     if seeds is not None:
         # Through a study, which reads a number of seeds and a list of them alike.
@@ -413,6 +421,7 @@ def run_tuning(
 
     def show_trial(trial: tuning.Trial) -> None:
         values = _format_point(trial.point)
+        # Successive halving trains trials for different numbers of rounds.
         values += f", {trial.rounds} rounds" * (trial.rounds is not None)
         text = (
             f"{trial.label}, seed {trial.seed}, {values}: validation {trial.metric} "

@@ -88,6 +88,7 @@ def _announce_start(console: Console, observer: RunObserver) -> Observer:
     announced: set[str] = set()
 
     def observe(step: Step | Note | FoundRuns | FoundTable) -> None:
+        # Notes about runs that exist already; nothing is trained, and no engine to be named.
         if isinstance(step, FoundRuns | FoundTable):
             console.print(str(step), highlight=False, markup=False, soft_wrap=True)
             return
@@ -102,6 +103,7 @@ def _announce_start(console: Console, observer: RunObserver) -> Observer:
 
 @contextmanager
 def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[RunObserver]:
+    # Their widths add to less than 80 columns: labels are cut to 14 letters, and none is wrapped.
     columns = (
         TextColumn("{task.description:<14.14}"),
         BarColumn(bar_width=24),
@@ -177,6 +179,7 @@ def print_results(study: Study, console: Console) -> None:
         console.print(_build_results_table(rows, metric, labels, console.width, compared))
         if said := pairs.describe_leaders(study.summary["rows"], compared, metric):
             console.print(said, markup=False, highlight=False)
+        # Numbered clients are shown by `show --clients` alone.
         if 0 < len(study.names) <= FEW_CLIENTS:
             console.print()
             console.print(build_client_table(study, console.width))
@@ -191,6 +194,7 @@ def print_results(study: Study, console: Console) -> None:
             f"{format_clients(study.names, clients)}"
         )
         console.print(lost, highlight=False, markup=False, style="bold red")
+    # Below all numbers, which nobody should take for those of the full study.
     if study.config.scale != 1:
         console.print(
             f"Rounds were scaled by {study.config.scale:g}: this is a quick test, not the "
@@ -201,6 +205,7 @@ def print_results(study: Study, console: Console) -> None:
 def build_client_table(study: Study, width: int) -> Group:
     """Build the table of each client's final test result: methods x clients, or the other way."""
     rows = load_client_rows(study.folder)
+    # All rows are of one metric: that by which methods are compared.
     metric = collect_study_metrics(study)[rows[0]["metric"]]
     labels = [entry.label for entry in study.config.methods]
     return _build_results_table(rows, metric, labels, width, title="of each client")
@@ -213,6 +218,7 @@ def collect_study_metrics(study: Study) -> Metrics:
 
 def format_number(metric: Metric, value: float, *, signed: bool = False) -> str:
     """Format a value in the unit of its heading."""
+    # One client that diverged makes a mean over clients infinite or NaN.
     if not np.isfinite(value):
         return DIVERGED.title
     return metric.format_value(value, brief=True, signed=signed)
@@ -270,8 +276,10 @@ def _build_results_table(
         else:
             values = [format_cell(head, line) for head in heads]
         table.add_row(MEANS.get(line, line), *values)
+    # Methods may have different numbers of seeds: each in its column n, the largest here.
     seeds = max(count.values())
     title = " ".join(filter(None, (metric.heading("test"), title)))
+    # Not `capitalize`, which would make small letters of AUROC.
     title = title[0].upper() + title[1:]
     title += f": mean ± std over {seeds} seeds" if seeds > 1 else ": one seed"
     # A title of the table itself would wrap at the table's width.
@@ -295,6 +303,7 @@ def _build_gain_table(gains: dict[str, Any], metric: Metric, labels: Sequence[st
     table.add_column("")
     for head in ("n", "mean", "worst tenth", "share that lost"):
         table.add_column(head, justify="right")
+    # In the order of the study; a label may lack a gain, as the baseline does.
     for label in dict.fromkeys([*labels, *by_label]):
         if label in by_label:
             row = by_label[label]

@@ -86,6 +86,7 @@ def export_models(
 
     if format_ is not None and format_ not in (*FORMATS, "peft"):
         raise ConfigError(describe_unknown("--format", format_, [*FORMATS, "peft"]))
+    # The format of peft is a folder for each client, with the adapter and its configuration.
     folders = format_ == "peft"
     require(not (folders and adapter), "--adapter", True, "no --format peft with it, which is one")
     # With --all the name is that of a folder, which may have a dot in it.
@@ -165,6 +166,7 @@ def _load_samples(data: str, models: Any, client: str | int) -> Any:
     from coterie.data.rows import read_inputs
     from coterie.studies.config import load_study
 
+    # A file of `Federation.save`; anything else names a study, whose data are built as in the run.
     if data.endswith(".safetensors"):
         federation = Federation.load(data)
     else:
@@ -271,6 +273,7 @@ def _choose_files(
     """Return the file of each client: the given one, or one named after the client."""
     if out is not None and not all_:
         return [out / f"{_make_file_name(clients[0])}{ending}" if out.is_dir() else out]
+    # One file goes to the current folder, and the files of all clients to one of their own.
     folder, taken = (out or Path("models")) if all_ else Path(), set(reserved)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
@@ -290,6 +293,7 @@ def _choose_files(
 def _make_file_name(client: str | int) -> str:
     """Make a file name from the name of a client."""
     text = str(client)
+    # A client without a name of its own: a file called 7 would say nothing.
     if text.isdecimal():
         return f"client-{text}"
     # No separator of folders, and nothing that a shell or another system reads as more than a

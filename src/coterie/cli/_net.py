@@ -391,8 +391,10 @@ def audit_logs(
     for report in reports:
         _print_audit(report)
     wrong, unsettled = _compare_logs(reports)
+    # Over all logs together: each of two readers may have received another message.
     proofs = auditor.find_equivocations(reports, given)
     for proof in proofs:
+        # Each reader once: one may have received both.
         readers = " and ".join(dict.fromkeys(node for *_, node in proof.found))
         _print_wrapped(
             f"WRONG  {proof.member} signed two messages for one address, which {readers} received. "
@@ -479,6 +481,7 @@ def _print_audit(report: Any) -> None:
         f"{report.heads} signatures",
         "  ",
     )
+    # Files are put aside at 64 MB: a log that was given may begin with a later one.
     if report.begins:
         _print_wrapped(
             f"begins with line {report.begins} of its chain; earlier lines are not here", "  "
@@ -486,6 +489,7 @@ def _print_audit(report: Any) -> None:
     rest = f", {report.unended} after an end that is not in the log" if report.unended else ""
     rest += f"; torn lines, removed and noted: {report.repaired}" if report.repaired else ""
     _print_wrapped(f"starts: {report.starts}{rest}", "  ")
+    # Without the organizer's roster a log says itself which keys are its members'.
     trust = "keys are not verified: see --roster"
     if report.confirmed:
         known = ", ".join(map(str, sorted(report.confirmed)))
@@ -510,6 +514,7 @@ def _print_audit(report: Any) -> None:
         # Plain text: words of a log are no markup.
         table.add_row(*map(Text, row))
     if report.traffic:
+        # As wide as the other lines (`_print_wrapped`), whatever the terminal.
         Console(width=80, highlight=False).print(table)
     if report.problems:
         more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
@@ -568,6 +573,7 @@ def run_demo(
         clients=clients,
         rounds=rounds,
         port=port,
+        # Standard output is for the results.
         say=lambda text: typer.echo(text, err=True),
     )
     _print_results(load_study_results(top))
@@ -680,6 +686,7 @@ def run_doctor(
     if model is not None:
         typer.echo(f"{model}: {_describe_engine(model, features, outputs, batch_size, samples)}")
         return
+    # One of three was given, and the other two have returned.
     assert file is not None
     _check_packages()
     from coterie.net import doctor as examiner

@@ -76,6 +76,7 @@ def watch_folder(
     with WatchServer(folder, port=port) as page:
         state = "" if folder.exists() else " (nothing is there yet; the page waits for it)"
         typer.echo(f"Following {show_path(folder)}{state}; Ctrl-C ends it\n{page.address}")
+        # After the server is there: a browser that came first would find nothing.
         if open_:
             webbrowser.open(page.address)
         try:
@@ -178,6 +179,7 @@ def track_runs(
     for _, _, content in group_by_study(runs, found, problems):
         for note in describe_incomplete_runs(content):
             typer.echo(f"note: {content['study']}: {note}", err=True)
+    # Before the folder is made: an unknown tracker leaves nothing behind.
     opener = make_opener(to, out)
     prepare_folder(out)
     typer.echo(f"{export_runs(found, opener)} runs written to {show_path(out)}")

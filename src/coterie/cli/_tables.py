@@ -48,6 +48,7 @@ def build_paper_tables(comparison: PaperComparison) -> list[TextTable]:
     """Build the numbers next to the paper's, the chain of roles, and the clear pairs."""
     chosen = [line for line in comparison.lines if line.chosen]
     predicted = [line for line in comparison.lines if line.predicted]
+    # Rows that were chosen here, and predictions, have tables of their own below.
     own = [line for line in comparison.lines if not line.chosen and not line.predicted]
     study = comparison.study
     tables = [_build_numbers_table(comparison, own, f"{study} compared with the paper")]
@@ -56,6 +57,7 @@ def build_paper_tables(comparison: PaperComparison) -> list[TextTable]:
         tables.append(_build_numbers_table(comparison, chosen, title))
     if predicted:
         tables.append(build_cost_table(study, predicted))
+    # Orderings and pairs have one head: both are pairs of methods.
     head = ("better", "worse", "paper", "here", "kept")
     if comparison.chain:
         rows = [_format_ordering(one, comparison) for one in comparison.chain]
@@ -143,6 +145,7 @@ def describe_bias(one: TableBias) -> str:
     """Say in a sentence whether numbers lie to one side of the paper's, and by what they pass."""
     metric = REGISTRY[one.metric]
     mean = _format_number(metric, one.difference)
+    # The side with more numbers; below, where both have as many.
     side, count = max(("below", one.below), ("above", one.above), key=lambda pair: pair[1])
     return (
         f"On average {mean if one.difference < 0 else '+' + mean} from the paper, {count} of "

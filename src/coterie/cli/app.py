@@ -245,6 +245,7 @@ def list_methods(
     # The catalog describes built-in methods, so that listing them imports no method.
     console, known = Console(soft_wrap=False), _catalog.load_methods()
     if name is None:
+        # A plugin cannot take the name of a built-in method: those come first.
         for kind in sorted({*known, *_find_plugin_methods(known)}):
             try:
                 method = known[kind] if kind in known else _describe_plugin_method(kind)
@@ -527,6 +528,7 @@ def _print_studies(studies: Sequence[Any], as_json: bool) -> None:
 
 def _exit_with_error(error: Exception) -> NoReturn:
     """Exit with one line and the status of an error; raise an unexpected error again."""
+    # 2 is bad input, after which a service manager does not start the program again.
     status, text = 2, str(error)
     if DiskFull.matches(error):
         status = NO_ROOM
@@ -598,6 +600,7 @@ def _suggest_setting(error: Exception) -> str:
 def main() -> NoReturn:
     """Run the command line."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one process per core; see simulation/workers.py
+    # Without the place in the source, which says nothing to who gives a command.
     warnings.formatwarning = _format_warning
     # Names may have letters that a terminal's encoding lacks.
     for stream in (sys.stdout, sys.stderr):
