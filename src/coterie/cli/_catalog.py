@@ -139,11 +139,12 @@ def parse_arguments(doc: str) -> dict[str, str]:
         # "name:" or "a, b:" without indentation begins an entry; `cleandoc` has removed the common
         # one.
         if head and not line.startswith(" "):
-            names = [name.strip() for name in head.group(1).split(",")]
+            names = list(map(str.strip, head.group(1).split(",")))
             entries |= dict.fromkeys(names, head.group(2))
         elif line.strip():
             # A line that is indented further continues the entry.
-            entries |= {name: f"{entries[name]} {line.strip()}" for name in names}
+            for name in names:
+                entries[name] += f" {line.strip()}"
     return entries
 
 

@@ -292,11 +292,18 @@ def _describe_new_clients(folder: Path) -> list[str]:
 
 def _parse_numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
     """Parse numbers separated by commas."""
-    try:
-        # Empty parts are skipped: a comma at the end is no mistake.
-        return [kind(part) for part in text.split(",") if part.strip()]
-    except ValueError as error:
-        raise ConfigError(f"{name} is {text!r}; expected numbers separated by commas") from error
+    numbers = []
+    for part in text.split(","):
+        # A comma at the end is no mistake.
+        if not part.strip():
+            continue
+        try:
+            numbers.append(kind(part))
+        except ValueError as error:
+            raise ConfigError(
+                f"{name} is {text!r}; expected numbers separated by commas"
+            ) from error
+    return numbers
 
 
 def tune_study(

@@ -24,6 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from coterie._util.mappings import select_keys
 from coterie._util.names import format_clients
 from coterie.functional.metrics import DIVERGED, REGISTRY, Metric, Metrics
 from coterie.results import pairs
@@ -237,10 +238,13 @@ def _build_results_table(
     The established best is bold; when several are not distinguished, each has a star.
     """
     clusters = list(dict.fromkeys(row["cluster"] for row in rows))
-    count = {row["label"]: row["seeds"] for row in rows}
+    count: dict[str, int] = {}
+    cells: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for row in rows:
+        count[row["label"]] = row["seeds"]
+        cells[row["label"], row["cluster"]] = row
     # The order of the study, then what its summary has in addition.
-    labels = list(dict.fromkeys([*(label for label in labels if label in count), *count]))
-    cells = {(row["label"], row["cluster"]): row for row in rows}
+    labels = list(select_keys(count, labels) | count)
     leading = {cluster: pairs.find_leaders(rows, compared, metric, cluster) for cluster in clusters}
     starred = any(len(first) > 1 for first in leading.values())
 
@@ -271,10 +275,10 @@ def _build_results_table(
     if not across:
         table.add_row("n", *(str(count[label]) for label in labels))
     for line in lines:
-        if across:
-            values = [str(count[line]), *(format_cell(line, head) for head in heads)]
-        else:
-            values = [format_cell(head, line) for head in heads]
+        values = [str(count[line])] if across else []
+        for head in heads:
+            label, cluster = (line, head) if across else (head, line)
+            values.append(format_cell(label, cluster))
         table.add_row(MEANS.get(line, line), *values)
     # Methods may have different numbers of seeds: each in its column n, the largest here.
     seeds = max(count.values())
@@ -341,10 +345,13 @@ def print_round_results(study: Study, console: Console) -> None:
     if timed:
         console.print("\nTime to the baseline's best accuracy (TTA)", style="italic")
         console.print(_build_times_table(timed))
-        reasons = [f"{row['label']}: {row['reason']}" for row in timed if row["reason"]]
-        # Two metrics may have one reason.
-        for text in dict.fromkeys(reasons):
-            console.print(text, markup=False, highlight=False)
+        said: set[str] = set()
+        for row in timed:
+            text = f"{row['label']}: {row['reason']}"
+            # Two metrics may have one reason.
+            if row["reason"] and text not in said:
+                said.add(text)
+                console.print(text, markup=False, highlight=False)
     console.print(
         "\nTotal participation, client-rounds of training a run (without warm-ups)", style="italic"
     )

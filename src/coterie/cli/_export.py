@@ -184,12 +184,16 @@ def _require_writable(files: Sequence[Path], force: bool) -> None:
     """Refuse to write when one of the files exists or cannot be written."""
     for path in files:
         prepare_file(path)
-    there = [path for path in files if path.exists()]
-    if there and not force:
-        raise ConfigError(
-            f"{show_path(there[0])} exists; choose another place with --out, or replace it with "
-            "--force"
-        )
+    _refuse_existing(files, force)
+
+
+def _refuse_existing(paths: Sequence[Path], force: bool) -> None:
+    for path in paths:
+        if path.exists() and not force:
+            raise ConfigError(
+                f"{show_path(path)} exists; choose another place with --out, or replace it with "
+                "--force"
+            )
 
 
 def _write_folders(
@@ -203,12 +207,7 @@ def _write_folders(
     """Write a folder of peft for each client."""
     from coterie.results.adapter_folder import export_adapter_folder
 
-    there = [path for path in folders if path.exists()]
-    if there and not force:
-        raise ConfigError(
-            f"{show_path(there[0])} exists; choose another place with --out, or replace it with "
-            "--force"
-        )
+    _refuse_existing(folders, force)
     for name, path in zip(clients, folders, strict=True):
         samples = None if data is None else _load_samples(data, models, name)
         export_adapter_folder(

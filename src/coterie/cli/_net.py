@@ -334,8 +334,8 @@ def write_roster(
         return
     if study is None or classes is None or not features:
         raise ConfigError("a roster names its study; give --study, --features and --classes")
-    parts = [part.strip() for part in features.split(",")]
-    if not all(part.isdigit() for part in parts):
+    parts = list(map(str.strip, features.split(",")))
+    if not all(map(str.isdigit, parts)):
         raise ConfigError(
             f"--features is {features!r}; expected whole numbers with commas between them, as "
             "in 1,8,8"
@@ -778,14 +778,17 @@ def start_nodes(
     from coterie.net import roster as rosters
 
     where = nodes or roster_file.parent
-    names = [m.name for m in rosters.loads(roster_file.read_text(encoding="utf-8")).members]
-    # Members on other machines have no node file here.
-    files = {name: where / f"{name}.toml" for name in names if (where / f"{name}.toml").exists()}
+    files, expected = {}, []
+    for member in rosters.loads(roster_file.read_text(encoding="utf-8")).members:
+        file = where / f"{member.name}.toml"
+        expected.append(file.name)
+        # Members on other machines have no node file here.
+        if file.exists():
+            files[member.name] = file
     if not files:
         raise ConfigError(
-            f"no NAME.toml of a member in {where}; expected one of "
-            f"{', '.join(n + '.toml' for n in names[:3])}; "
-            "or give their folder: --nodes FOLDER"
+            f"no NAME.toml of a member in {where}; expected one of {', '.join(expected[:3])}; or "
+            "give their folder: --nodes FOLDER"
         )
     if logs is not None:
         prepare_folder(logs)

@@ -1,6 +1,7 @@
 """Comparisons as tables of text, for the terminal and for pages."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -114,8 +115,8 @@ def _build_numbers_table(
         # None: the published deviation is too large to judge by.
         row.append({True: "yes", False: "no", None: "undecided"}[line.within])
         rows.append(tuple(row))
-    inside = sum(line.within is True for line in lines)
-    undecided = sum(line.within is None for line in lines)
+    number = Counter(line.within for line in lines)
+    inside, undecided = number[True], number[None]
     foot = (
         f"{inside} of {len(lines)} numbers are within the rule: apart by at most twice the "
         "deviation of the difference, or one point of accuracy; n is the number of seeds."
@@ -200,7 +201,8 @@ def build_side_by_side(
     # A metric that no study has gets no table.
     there = set()
     for result in results:
-        there |= {row["metric"] for row in result.rows}
+        for row in result.rows:
+            there.add(row["metric"])
     return [_build_side_by_side(results, one) for one in shown if one.name in there]
 
 

@@ -360,7 +360,8 @@ def list_runs(
         lines = [f"{show_path(place)}  {plan.study.name}: {state}"]
         for point, of_point in standings.items():
             head = f"  {point}: " if point else "  "
-            lines += [head + text for text in coverage.format_statuses(of_point)]
+            for text in coverage.format_statuses(of_point):
+                lines.append(head + text)
         for line in lines:
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -537,8 +538,9 @@ def _exit_with_error(error: Exception) -> NoReturn:
             text = f"cannot write: {describe_os_error(error)}; when there is room, start again"
     # Before the cases of the system: the library's own errors can also be OSError or MemoryError.
     elif isinstance(error, CoterieError):
-        own = ((ClockError, EARLY), (QuorumError, TOO_FEW))
-        status = next((number for kind, number in own if isinstance(error, kind)), status)
+        for kind, own in ((ClockError, EARLY), (QuorumError, TOO_FEW)):
+            if isinstance(error, kind):
+                status = own
     # Before those of the system: some of them are RuntimeErrors of PyTorch, known by their text.
     elif OutOfMemory.matches(error):
         text = (
@@ -590,8 +592,11 @@ def _suggest_setting(error: Exception) -> str:
     from coterie.engine.optim import LocalTraining
     from coterie.runtime.settings import Settings
 
-    known = {f.name: f"local.{f.name}" for f in dataclasses.fields(LocalTraining)}
-    known |= {f.name: f.name for f in dataclasses.fields(Settings)}
+    known = {}
+    for item in dataclasses.fields(LocalTraining):
+        known[item.name] = f"local.{item.name}"
+    for item in dataclasses.fields(Settings):
+        known[item.name] = item.name
     after = sys.argv[sys.argv.index(words[0]) + 1 :]
     value = words[0].partition("=")[2] or next(iter(after), "VALUE")
     return f"; {name} is a setting: --set {known[name]}={value}" if name in known else ""
