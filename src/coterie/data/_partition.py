@@ -91,6 +91,14 @@ def order_by_class(
     return shuffled[np.argsort(labels[shuffled], kind="stable")]
 
 
+def group_rows(values: Int[np.ndarray, " samples"]) -> dict[int, Int[np.ndarray, "_"]]:
+    """Return the places of each value, in ascending order."""
+    # A stable sort keeps the places of one value in ascending order.
+    order = np.argsort(values, kind="stable")
+    found, starts = np.unique(values[order], return_index=True)
+    return dict(zip(found.tolist(), np.split(order, starts[1:]), strict=True))
+
+
 def check_room(requests: Sequence[SampleRequest], present: Int[np.ndarray, " classes"]) -> None:
     """Check that a pool with the given number of samples of each class can satisfy all requests.
 

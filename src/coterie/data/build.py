@@ -20,7 +20,13 @@ from torch import Tensor
 
 from coterie._util.mappings import number_items
 from coterie._util.settings import Configurable, NonNegativeInt, PositiveInt
-from coterie.data._partition import SampleRequest, allocate_samples, apportion_total, order_by_class
+from coterie.data._partition import (
+    SampleRequest,
+    allocate_samples,
+    apportion_total,
+    group_rows,
+    order_by_class,
+)
 from coterie.data.datasets import call_dataset_function, load_dataset
 from coterie.data.federation import PADDING, TRAIN, VALIDATION, Federation, TestSet, Truth
 from coterie.data.plan import Client, Clients, SampleRecipe, Shift, apply_shift
@@ -327,6 +333,7 @@ def build_from_sources(
                 f"{name} is {getattr(data, name)}, and {first.name} says which rows are for "
                 f"training, validation and testing; leave out {name} or split_column"
             )
+    has_tests = any(len(source.test) for source in sources)
     # Test samples that name their clients are not shared by the others of a cluster.
     if data.test == "cluster" and first.has_client_tests:
         data = replace(data, test="own")
@@ -335,13 +342,11 @@ def build_from_sources(
             f"folds is {data.folds}, and {first.name} has a test set of its own; test = 'client' "
             "leaves that unused"
         )
-    if data.folds is not None or (
-        data.test == "cluster" and not any(len(source.test) for source in sources)
-    ):
+    if data.folds is not None or (data.test == "cluster" and not has_tests):
         # There is no test set to share, or folds take the tests from the training data.
         data = replace(data, test="client")
     clients = _plan_clients(data, sources, rng)
-    if data.test == "own" and not any(len(source.test) for source in sources):
+    if data.test == "own" and not has_tests:
         raise ConfigError(
             f"test is 'own', and {first.name} has no test samples; test = 'client' holds some out"
         )
@@ -709,7 +714,7 @@ def _allocate_pools(
             column = (source, group[0])
             if column not in members:
                 # Once for each column: a search for each client would read the column as often.
-                members[column] = _group_rows(pool.columns[group[0]].numpy())
+                members[column] = group_rows(pool.columns[group[0]].numpy())
             place = members[column].get(group[1], np.zeros(0, np.int64))
             stream = rng.generator(purpose, ids[rows[0]])
         asked = [requests[row] for row in rows]
@@ -959,7 +964,7 @@ class _TestSetMaker:
                 )
             key = (client.recipe.source, client.group[0])
             if key not in rows_by_group:
-                rows_by_group[key] = _group_rows(source.test.columns[client.group[0]].numpy())
+                rows_by_group[key] = group_rows(source.test.columns[client.group[0]].numpy())
             own = rows_by_group[key].get(client.group[1], np.zeros(0, np.int64))
             if limit is not None:
                 # The client's own stream: a smaller test set is a part of a larger one.
@@ -1071,14 +1076,6 @@ class _TestSetMaker:
         )
         # Noise that is fixed is in the inputs already.
         return TestSet(x, y, name, recipe.noise if recipe.redrawn else 0.0)
-
-
-def _group_rows(values: Int[np.ndarray, " samples"]) -> dict[int, Rows]:
-    """Return the places of each value, in ascending order."""
-    # A stable sort keeps the places of one value in ascending order.
-    order = np.argsort(values, kind="stable")
-    found, starts = np.unique(values[order], return_index=True)
-    return dict(zip(found.tolist(), np.split(order, starts[1:]), strict=True))
 
 
 def _take_in_shares(

@@ -441,12 +441,12 @@ def _sort_clients(given: list[Any]) -> tuple[list[Any], Int[np.ndarray, " sample
     if float in kinds:
         # 1 and 1.0 are one client, where some ids were read as floats.
         values = list(map(float, values))
-        large = next((one for one in values if abs(one) >= _EXACT), None)
-        if large is not None:
-            raise DataError(
-                f"clients has the float {large!r}, at which several whole numbers are one; give "
-                "the ids as text"
-            )
+        for one in values:
+            if abs(one) >= _EXACT:
+                raise DataError(
+                    f"clients has the float {one!r}, at which several whole numbers are one; give "
+                    "the ids as text"
+                )
     try:
         found = sorted(set(values))
     except TypeError:

@@ -29,7 +29,7 @@ from coterie._util import extras
 from coterie._util.files import cache_folder, replace_atomically, resolve_path
 from coterie._util.mappings import drop_empty, map_values
 from coterie.data.folders import has_deep_pixels
-from coterie.data.items import TEST_SPLITS
+from coterie.data.items import TEST_SPLITS, find_test_split
 from coterie.data.source import Constants, Samples, Source
 from coterie.errors import ConfigError, DataError, describe_unknown
 
@@ -68,8 +68,10 @@ def load_folder(
         raise DataError(
             f"{folder} has no train-*.parquet; expected the layout of the Hugging Face Hub"
         )
-    test = next((split for split in TEST_SPLITS if _find_shards(folder, split)), None)
-    shards["test"] = _find_shards(folder, test) if test else []
+    for split in TEST_SPLITS:
+        shards["test"] = _find_shards(folder, split)
+        if shards["test"]:
+            break
 
     # Called only where the cache has nothing.
     def load_tables() -> dict[str, pa.Table]:
@@ -108,7 +110,7 @@ def download_dataset(
             f"or give --data-dir the folder that holds {name}/train-*.parquet"
         ) from error
     splits = datasets.load_dataset(repository)
-    test = next((split for split in TEST_SPLITS if split in splits), None)
+    test = find_test_split(splits)
     chosen = {"train": splits["train"]}
     if test is not None:
         chosen["test"] = splits[test]

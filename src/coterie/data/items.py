@@ -4,7 +4,7 @@ An item is a pair (input, target), or a table such as {"image": ..., "label": ..
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -222,7 +222,7 @@ def split_dataset_dict(dataset: Any) -> tuple[Any, Any]:
     """Return the training and the test split of a table of splits; (dataset, None) of others."""
     if not is_dataset_dict(dataset):
         return dataset, None
-    test = next((name for name in TEST_SPLITS if name in dataset), None)
+    test = find_test_split(dataset)
     unused = [name for name in dataset if name not in ("train", test)]
     if unused:
         warnings.warn(
@@ -231,6 +231,14 @@ def split_dataset_dict(dataset: Any) -> tuple[Any, Any]:
             stacklevel=3,
         )
     return dataset["train"], None if test is None else dataset[test]
+
+
+def find_test_split(splits: Container[str]) -> str | None:
+    """Return the split that is used as test set, by `TEST_SPLITS`; None where there is none."""
+    for name in TEST_SPLITS:
+        if name in splits:
+            return name
+    return None
 
 
 def is_dataset_dict(value: Any) -> bool:

@@ -125,7 +125,11 @@ class TableSchema:
 
     def _list_fills(self) -> dict[str, Any]:
         """Return what fills empty entries, by column."""
-        return {one.name: one.impute for one in self.columns if one.impute is not None}
+        fills = {}
+        for one in self.columns:
+            if one.impute is not None:
+                fills[one.name] = one.impute
+        return fills
 
     def spread_impute(self, impute: Any) -> Mapping[str, Any] | None:
         """Return by column what a setting `impute` fills."""

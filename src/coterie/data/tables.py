@@ -156,12 +156,12 @@ class TableOptions(Configurable):
                     f"indicate: {describe_unknown('column of the inputs', name, chosen)}"
                 )
         # What is learned must not be among the inputs: it would be predicted from itself.
-        both = [name for name in chosen if name in taken]
-        if both:
-            raise ConfigError(
-                f"{both[0]!r} is among the features, and is what is learned or the client; leave "
-                "it out"
-            )
+        for name in chosen:
+            if name in taken:
+                raise ConfigError(
+                    f"{name!r} is among the features, and is what is learned or the client; leave "
+                    "it out"
+                )
         if not chosen:
             raise ConfigError(
                 f"the table has the columns {', '.join(names)}; none is left as an input"
