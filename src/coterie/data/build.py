@@ -765,7 +765,7 @@ class SampleLayout:
                 "each, or one word "
                 "for all"
             )
-        disturbed = any(client.recipe.noise > 0 and not client.recipe.redrawn for client in clients)
+        disturbed = any(client.recipe.has_fixed_noise for client in clients)
         apart = any(one != constants[0] for one in constants)
         # float16 takes half the memory of float32; its rounding is below a tenth of a gray level.
         dtype = torch.float16 if x.dtype == torch.uint8 and (disturbed or apart) else x.dtype
@@ -800,8 +800,9 @@ class SampleLayout:
             # One constant a channel, for all places of it.
             shape = (-1, *[1] * (x.ndim - 2))
             x = (x - torch.tensor(mean).reshape(shape)) / torch.tensor(std).reshape(shape)
-        fixed = recipe.noise > 0 and not recipe.redrawn
-        return (add_noise(x, recipe.noise, make_generator()) if fixed else x).to(self.dtype)
+        if recipe.has_fixed_noise:
+            x = add_noise(x, recipe.noise, make_generator())
+        return x.to(self.dtype)
 
     def read_when_needed(
         self, samples: Samples, rows: Int[np.ndarray, "*samples"], recipes: Sequence[SampleRecipe]

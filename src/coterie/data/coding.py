@@ -84,8 +84,7 @@ def _code_targets(
     targets: Sequence[Any], classes: int | None, names: tuple[str, ...], what: str, most: int
 ) -> tuple[list[Any], tuple[str, ...], int]:
     arrays = _to_arrays(targets, what)
-    # A second axis of one entry is a column of a table, and one value for each sample all the same.
-    single = all(one.ndim == 1 or (one.ndim == 2 and one.shape[1] == 1) for one in arrays)
+    single = all(map(_has_one_value_each, arrays))
     if any(map(_has_text, arrays)):
         if classes == 0 and single:
             raise DataError(f"{what} is text; expected numbers, as classes = 0 is a regression")
@@ -132,6 +131,11 @@ def _to_arrays(targets: Sequence[Any], what: str) -> list[np.ndarray | Tensor]:
     for one in targets:
         arrays.append(one if isinstance(one, Tensor) else to_array(one, what))
     return arrays
+
+
+def _has_one_value_each(array: np.ndarray | Tensor) -> bool:
+    # A second axis of one entry is a column of a table, and one value for each sample all the same.
+    return array.ndim == 1 or (array.ndim == 2 and array.shape[1] == 1)
 
 
 def _check_number(names: Sequence[str], classes: int | None) -> int:
@@ -234,7 +238,7 @@ def _place_labels(
     """
     # Names that are truths stand for labels that are booleans, or 0 and 1.
     words = {"false": 0, "true": 1}
-    folded = [name.casefold() for name in names]
+    folded = list(map(str.casefold, names))
     if set(folded) <= set(words):
         place_of = {words[name]: place for place, name in enumerate(folded)}
     elif any(map(WHOLE.fullmatch, names)):

@@ -221,16 +221,19 @@ def convert_returned_data(made: Any, path: str) -> Source | Federation:
         return made.check()
     if isinstance(made, Federation):
         return made.validate()
-    if not (isinstance(made, tuple) and len(made) == 2):
+    if not _is_pair(made):
         raise DataError(
             f"{path!r} returned {type(made).__name__}; expected a coterie.Source, a federation, a "
             "pair (x, y), or two "
             "such pairs for training and testing"
         )
     # ((x, y), (x, y)) is training and test data, (x, y) training data alone.
-    pairs = all(isinstance(one, tuple) and len(one) == 2 for one in made)
-    (x, y), test = made if pairs else (made, None)
+    (x, y), test = made if all(map(_is_pair, made)) else (made, None)
     return Source.from_arrays(x, y, test=test, name=path.partition(":")[2])
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
 
 
 def load_table_or_folder(

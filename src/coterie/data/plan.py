@@ -65,6 +65,11 @@ class SampleRecipe:
     where: tuple[str, int] | None = None
     mixture: tuple[float, ...] | None = None
 
+    @property
+    def has_fixed_noise(self) -> bool:
+        """Whether noise is drawn once, so that inputs are held with it."""
+        return self.noise > 0 and not self.redrawn
+
 
 @dataclass(frozen=True)
 class Client:

@@ -577,9 +577,14 @@ def pack_inputs(x: Any, parts: Sequence[InputPart]) -> Shaped[Tensor, "samples *
     flat, found, _ = _convert_inputs(x, "none", constants)
     if not found:
         return _convert_input(flat, "x")
-    if [(one.shape, one.whole) for one in found] != [(one.shape, one.whole) for one in parts]:
+    if list(map(_find_form, found)) != list(map(_find_form, parts)):
         raise DataError(f"x is {describe_parts(found)}; expected {describe_parts(parts)}")
     return flat
+
+
+def _find_form(part: InputPart) -> tuple[tuple[int, ...], bool]:
+    # Without the name, which a tuple of inputs does not give, and the constants of an image.
+    return part.shape, part.whole
 
 
 def describe_parts(parts: Sequence[InputPart]) -> str:

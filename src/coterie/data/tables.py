@@ -223,17 +223,8 @@ def read_table(
     numbers, codes = [], []
     for one in read:
         (codes if one.codes else numbers).append(one)
-    fitted, entries = [], []
-    for one in (*numbers, *codes):
-        scaled = one.numeric and columns.scale is not None
-        if scaled or one.impute is not None:
-            indicated = one.name in columns.indicate
-            fitted.append(
-                ColumnPreparation(
-                    one.name, len(entries), one.num_entries, one.impute, scaled, indicated
-                )
-            )
-        entries += one.names
+    ordered = [*numbers, *codes]
+    fitted, entries = _list_preparations(ordered, columns)
     # Codes alone are whole numbers; with numbers they become a part of their own.
     whole = bool(codes) and not numbers
     kind = torch.int32 if whole else torch.float32
@@ -251,7 +242,7 @@ def read_table(
     samples = []
     for place, one in enumerate(tables):
         # In the order of `entries`, in which `fitted` counts places.
-        x = np.concatenate([column.values[place] for column in (*numbers, *codes)], axis=1)
+        x = np.concatenate([column.values[place] for column in ordered], axis=1)
         samples.append(Samples(torch.from_numpy(x).to(kind), y[place], one.owners or {}))
     validation = ""
     if columns.split_column is not None:
@@ -275,13 +266,33 @@ def read_table(
         feature_names=tuple(entries),
         parts=parts,
         preparation=preparation,
-        table=tuple(one.describe(columns.scale is not None) for one in (*numbers, *codes)),
+        table=tuple(one.describe(columns.scale is not None) for one in ordered),
         targets=tuple(columns.target_names),
         notes=notes,
         validation=validation,
     ).check()
 
 
+def _list_preparations(
+    ordered: Sequence["_InputColumn"], columns: TableOptions
+) -> tuple[list[ColumnPreparation], list[str]]:
+    """Return what clients fill and scale, and the names of all entries of an input."""
+    fitted: list[ColumnPreparation] = []
+    entries: list[str] = []
+    for one in ordered:
+        scaled = one.numeric and columns.scale is not None
+        if scaled or one.impute is not None:
+            indicated = one.name in columns.indicate
+            fitted.append(
+                ColumnPreparation(
+                    one.name, len(entries), one.num_entries, one.impute, scaled, indicated
+                )
+            )
+        entries += one.names
+    return fitted, entries
+
+
+# Codes by the words that programs write: 0 for training, 1 for validation, 2 for testing.
 _SPLITS = {
     **dict.fromkeys(("train", "training"), 0),
     **dict.fromkeys(("validation", "valid", "val", "dev"), 1),
@@ -496,6 +507,10 @@ class _ArrowTable:
         check_column(self.arrow, name, self.what)
         return self.arrow[name]
 
+    def get_type(self, name: str) -> pa.DataType:
+        """Return the type of a column."""
+        return self.get_column(name).type
+
     def locate_row(self, row: int) -> str:
         """Describe where a row is."""
         if self.owners is None:
@@ -572,7 +587,7 @@ def _convert_column(
         encode = encode.get(name, "one-hot")
     if isinstance(impute, Mapping):
         impute = impute.get(name)
-    kinds = [table.get_column(name).type for table in tables]
+    kinds = [table.get_type(name) for table in tables]
     if not is_named and not any(map(_is_text, kinds)):
         for kind in kinds:
             _require_numbers(kind, name)
@@ -584,7 +599,7 @@ def _convert_column(
     if not is_named:
         _check_text(tables, name)
         for table in tables:
-            if _is_text(table.get_column(name).type):
+            if _is_text(table.get_type(name)):
                 warn_of_empty_words(name, table.get_column(name))
     known, codes = _encode_categories(tables, name, columns.categories.get(name))
     filled: str | float | None = impute
@@ -665,7 +680,7 @@ def _choose_fill(
         empty = np.flatnonzero(np.isnan(own[:, 0]))
         if len(empty) and impute is None:
             kinds = '"mean", "median" or a number'
-            if _is_text(table.get_column(name).type):
+            if _is_text(table.get_type(name)):
                 kinds = '"most-frequent"'
             choose = f"choose what fills them: impute = {kinds}"
             if schema is not None:
@@ -796,7 +811,7 @@ def _convert_target(
     # Several columns are targets of a regression or of labels, never one class.
     kinds = []
     for name in names:
-        own = [table.get_column(name).type for table in tables]
+        own = [table.get_type(name) for table in tables]
         if any(map(_is_text, own)):
             raise DataError(
                 f"target {name!r} is text; expected numbers where several columns are learned"
@@ -812,7 +827,7 @@ def _convert_target(
 def _warn_of_numbered_labels(table: _ArrowTable, columns: TableOptions) -> None:
     """Warn of a target of numbers where the schema has words: their order may be another one."""
     (name,), words = columns.target_names, list(map(str, columns.class_names))
-    kind = table.get_column(name).type
+    kind = table.get_type(name)
     if _is_text(kind) or pa.types.is_boolean(kind) or not words:
         return
     if not any(map(WHOLE.fullmatch, words)):
@@ -849,7 +864,7 @@ def _require_shared_settings(
                 f"the categories of {one.name!r} are missing; every machine must name the same: "
                 f"categories = {{ {one.name} = [...] }}"
             )
-    kinds = [tables[0].get_column(name).type for name in columns.target_names]
+    kinds = list(map(tables[0].get_type, columns.target_names))
     text, whole = any(map(_is_text, kinds)), not any(map(pa.types.is_floating, kinds))
     if text and not columns.class_names:
         raise ConfigError(
