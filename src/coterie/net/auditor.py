@@ -260,20 +260,26 @@ def compare_logs(a: Report, b: Report) -> tuple[list[str], list[str]]:
         for of in sender.traffic.values():
             to_all |= of.sent.items()
         who = f"{reader.node} received from {sender.node}"
-        unknown = [key for key, at in received.items() if at.key not in sender.own_keys]
+        unknown, known = [], {}
+        for key, found in received.items():
+            if found.key in sender.own_keys:
+                known[key] = found
+            else:
+                unknown.append(key)
         if unknown:
             # Whose key it is, the reader's log alone says.
             unsettled.append(
                 f"{_format_count(unknown)} that {who} are under a key that {sender.node}'s log "
                 f"does not have; --roster says whose it is: {_describe_message(unknown[0])}"
             )
-        received = {key: at for key, at in received.items() if at.key in sender.own_keys}
-        # A message that others got too may have been passed on by one of them.
-        lacking = []
-        for key, found in received.items():
-            if key not in sent and (key, found.digest) not in to_all:
+        lacking, other = [], []
+        for key, found in known.items():
+            if key in sent:
+                if sent[key] != found.digest:
+                    other.append(key)
+            # A message that others got too may have been passed on by one of them.
+            elif (key, found.digest) not in to_all:
                 lacking.append(key)
-        other = [key for key, at in received.items() if key in sent and sent[key] != at.digest]
         reasons = {key: _explain_gap(sender, key) for key in lacking}
         certain = [key for key in lacking if not reasons[key]]
         if certain:
@@ -334,8 +340,10 @@ def find_equivocations(
     found: dict[tuple[str, str, str, _Key], Equivocation] = {}
     for report in reports:
         for member, of in report.traffic.items():
-            both = [(key, at) for key, at in of.received.items()]
-            both += [(key, at) for name, key, _, at in report.doubles if name == member]
+            both = list(of.received.items())
+            for name, key, _, at in report.doubles:
+                if name == member:
+                    both.append((key, at))
             for key, at in both:
                 confirmed = not given or (report.run, member, at.key) in given
                 if not confirmed or not _agree_on_key(reports, report.run, member, at.key):
@@ -400,10 +408,13 @@ def _agree_on_key(reports: Sequence[Report], run: str, member: str, key: str) ->
     named = [r.keys for r in reports if r.run == run]
     versions = set()
     for keys in named:
-        versions |= {version for version, of in keys.items() if of.get(member) == key}
+        for version, of in keys.items():
+            if of.get(member) == key:
+                versions.add(version)
     others = set()
     for keys in named:
-        others |= {keys[version].get(member) for version in versions & keys.keys()}
+        for version in versions & keys.keys():
+            others.add(keys[version].get(member))
     return others <= {key}
 
 

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie._util.mappings import number_items, prefix_keys, select_prefix
+from coterie._util.mappings import number_items, prefix_keys, select_keys, select_prefix
 from coterie._util.tensors import index_each
 from coterie.errors import ExchangeError
 from coterie.exchange.base import (
@@ -132,7 +132,7 @@ class RemoteExchange:
     def _members_of(self, clients: Iterable[int]) -> dict[str, list[str]]:
         """Return the members of clients that are missing, by name, for a record of it."""
         host_of = self.post.host_of
-        names = sorted({host_of[client] for client in clients if client in host_of})
+        names = sorted(set(select_keys(host_of, clients).values()))
         return {"members": names} if names else {}
 
     def reachable_clients(self) -> Bool[Tensor, " population"]:
@@ -250,8 +250,11 @@ class RemoteExchange:
     ) -> dict[int, str]:
         """Fetch messages neither here nor known as missing; return why others are missing."""
         skip = self._lost | self._down
-        addresses = [self._address_of(number, c) for c in wanted if c not in skip]
-        fresh = [address for address in addresses if address not in self._got]
+        fresh = []
+        for client in wanted:
+            address = self._address_of(number, client)
+            if client not in skip and address not in self._got:
+                fresh.append(address)
         came, lost = split_found(self.post.fetch_all(fresh, template, seconds))
         for client, delivery in came.items():
             self._got[self._address_of(number, client)] = delivery

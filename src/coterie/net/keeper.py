@@ -119,13 +119,17 @@ class Keeper:
 def describe_changes(old: Roster, new: Roster) -> dict[str, Any]:
     """Return a new roster's version, and the members that it removes, rekeys or moves."""
     now = index_by_name(new.members)
-    both = [m for m in old.members if m.name in now]
-    return {
-        "version": new.version,
-        "removed": [m.name for m in old.members if m.name not in now],
-        "rekeyed": [m.name for m in both if now[m.name].key != m.key],
-        "moved": [m.name for m in both if now[m.name].address != m.address],
-    }
+    removed, rekeyed, moved = [], [], []
+    for before in old.members:
+        member = now.get(before.name)
+        if member is None:
+            removed.append(before.name)
+            continue
+        if member.key != before.key:
+            rekeyed.append(before.name)
+        if member.address != before.address:
+            moved.append(before.name)
+    return {"version": new.version, "removed": removed, "rekeyed": rekeyed, "moved": moved}
 
 
 def check_same_run(old: Roster, new: Roster, name: str) -> None:

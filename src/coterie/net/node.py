@@ -387,7 +387,11 @@ class Node:
             for asked in [pool.submit(ask_in_turn) for _ in range(_ASKING)]:
                 asked.result()
         # In the order of the question, whichever thread was first.
-        heads_of = {name: head for name in names if (head := found[name]) is not None}
+        heads_of = {}
+        for name in names:
+            head = found[name]
+            if head is not None:
+                heads_of[name] = head
         done = {name for name, head in heads_of.items() if head.state == "done"}
         self._done = self._done.difference(heads_of) | done
         return heads_of

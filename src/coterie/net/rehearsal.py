@@ -108,7 +108,10 @@ class Rehearsal:
                     "member is the reason: where packets are dropped, open the port to it",
                     False,
                 )
-        heads = {name: one.head for name, one in self.found.items() if one.head is not None}
+        heads = {}
+        for name, one in self.found.items():
+            if one.head is not None:
+                heads[name] = one.head
         text, good = doctor.compare_models(self.node, heads)
         if text:
             self.say(text, good)

@@ -268,10 +268,11 @@ def loads(text: str) -> Roster:
         table = parse_toml(text)
     except tomllib.TOMLDecodeError as error:
         raise TransportError(f"the roster is not valid TOML: {error}") from None
-    members, relays = (_take_entries(table, kind) for kind in ("members", "relays"))
+    members, relays = _take_entries(table, "members"), _take_entries(table, "relays")
     # The entries have been taken out: what is left are the roster's own keys.
     _check_types(Roster, table, {"members", "relays"})
-    table |= {name: tuple(table.get(name, ())) for name in ("clusters", "removed")}
+    for name in ("clusters", "removed"):
+        table[name] = tuple(table.get(name, ()))
     return Roster(members=members, relays=relays, **table)
 
 
@@ -280,9 +281,11 @@ def _take_entries(table: dict[str, Any], kind: str) -> tuple[Member, ...]:
     entries = table.pop(kind, [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise TransportError(f"the roster's {kind} are not [[{kind}]] tables")
+    members = []
     for entry in entries:
         _check_types(Member, entry, set())
-    return tuple(Member(**{**one, "clients": tuple(one.get("clients", ()))}) for one in entries)
+        members.append(Member(**{**entry, "clients": tuple(entry["clients"])}))
+    return tuple(members)
 
 
 def _check_types(kind: type, table: Mapping[str, Any], skip: set[str]) -> None:
@@ -410,9 +413,11 @@ def check_file(
         roster = load(path, organizer)
     except (PeerMismatch, TransportError) as error:
         return [str(error)]
-    ends = find_ends(roster, now).items()
-    # A certificate that was made for so short a time is none that somebody forgot.
-    ending = {name: days for name, (days, due) in ends if due is not None and due <= _GRAVE_DAYS}
+    ending = {}
+    for name, (days, due) in find_ends(roster, now).items():
+        # A certificate that was made for so short a time is none that somebody forgot.
+        if due is not None and due <= _GRAVE_DAYS:
+            ending[name] = days
     found = _find_unreachable(roster)
     for member in roster.everyone:
         if not member.key or not member.certificate:

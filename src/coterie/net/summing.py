@@ -238,7 +238,9 @@ class MaskedSum:
             [replace(address, client=client) for client in others], template, self.post.deadline()
         )
         arrived, lost = split_found(found)
-        came = {**own, **{client: one.tensors for client, one in arrived.items()}}
+        came = dict(own)
+        for client, delivery in arrived.items():
+            came[client] = delivery.tensors
         self.gone |= set(lost)
         self.post.journal({
             "event": "serve", "round": self.round, "exchange": number, "arrived": sorted(came),

@@ -1,7 +1,7 @@
 """The gain of each client over training alone, and its summary over clients and seeds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def compute_gains(
     """Compute the gains of runs that were already loaded; see `compute_study_gains`."""
     done = select_compared_runs(runs, problems)
     metric = main_metric(runs)
-    baseline = next((run.label for run in runs if run.method_kind == "local"), None)
+    baseline = find_local_label(runs)
     overlap = compute_seed_overlap(runs[0]) if runs else 0.0
     rows, tests = [], []
     for label, per_seed in compute_client_gains(done, baseline, metric).items():
@@ -69,6 +69,11 @@ def compute_gains(
     for row, p in zip(rows, corrected, strict=True):
         row["mean_established"] = bool(p <= 1 - CONFIDENCE)
     return {"baseline": baseline, "metric": metric, "confidence": CONFIDENCE, "rows": rows}
+
+
+def find_local_label(runs: Iterable[StoredRun]) -> str | None:
+    """Return the label of Local, against which gains are measured; None without a run of it."""
+    return next((run.label for run in runs if run.method_kind == "local"), None)
 
 
 def compute_client_gains(

@@ -27,7 +27,7 @@ def require_repeatable(ours: TrainedSide, rows: Tensor, *, training: bool) -> No
     """
     run = ours.train if training else ours.evaluate
     name = "training loss" if training else "evaluation loss"
-    first, second = (torch.stack([one[name] for one in run(rows)]) for _ in range(2))
+    first, second = _stack_values(run(rows), name), _stack_values(run(rows), name)
     if not torch.allclose(first, second, equal_nan=True):
         raise ModelError(
             f"the {name} is another when the same pass is repeated: the module draws random "
@@ -87,10 +87,9 @@ def compare_draws(
     for attempt, (count, errors) in enumerate(((number, 5.0), (4 * number, 6.0))):
         # Seeds 0 and 1 have shown that the module is random; attempts share no draw.
         seeds = range(2 + 1000 * attempt, 2 + 1000 * attempt + count)
-        theirs = [
-            _summarize(plain.train(federation, x[:few], y[:few], seed), toward) for seed in seeds
-        ]
-        mine = list[Values]()
+        mine, theirs = list[Values](), list[Values]()
+        for seed in seeds:
+            theirs.append(_summarize(plain.train(federation, x[:few], y[:few], seed), toward))
         # As many copies at once as have the numbers of one large model.
         size = max(1, min(count, MANY_PARAMS // layout.size))
         for start in range(0, count, size):
@@ -103,7 +102,8 @@ def compare_draws(
             # Each copy is a client of its own, and each attempt a round.
             rng = ours.rng.at_round(seeds[start])
             side = TrainedSide.build(ours.task, copies, rng)
-            mine += [_summarize(one, toward) for one in side.train(row.repeat(many, 1))]
+            for values in side.train(row.repeat(many, 1)):
+                mine.append(_summarize(values, toward))
         gap = _find_distant_mean(mine, theirs, errors, limit)
         if gap is None:
             return count
@@ -127,13 +127,22 @@ def _summarize(values: Values, toward: Values) -> Values:
     return map_values(Tensor.cpu, out)
 
 
+def _stack_values(draws: Sequence[Values], name: str) -> Tensor:
+    """Return one quantity of several draws or models, a row for each."""
+    return torch.stack([one[name] for one in draws])
+
+
 def _find_distant_mean(
     ours: Sequence[Values], plain: Sequence[Values], errors: float, limit: float
 ) -> str | None:
     """Return what differs in the mean by more than some standard errors; None for nothing."""
-    slopes = [float(v.abs().max()) for one in plain for n, v in one.items() if "gradient" in n]
+    slopes = []
+    for values in plain:
+        for name, value in values.items():
+            if "gradient" in name:
+                slopes.append(float(value.abs().max()))
     for name in plain[0]:
-        both = [torch.stack([one[name] for one in side]) for side in (ours, plain)]
+        both = [_stack_values(ours, name), _stack_values(plain, name)]
         # Squares of the distance from the mean of a side; their mean is its variance.
         squares = [(one - one.mean(0)).square().sum(1) * len(one) / (len(one) - 1) for one in both]
         means = [] if "entries" in name else [one[:, 0] for one in both]

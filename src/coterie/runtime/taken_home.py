@@ -41,8 +41,11 @@ def check_models_home(models: Models, loop: Loop) -> dict[str, Any]:
     if spec.missing:
         return {"lines": [f"models taken home are not compared: {spec.missing}"]}
     table = select_final_tests(loop.record.metrics)
-    columns = (table[name].tolist() for name in ("client", "metric", "value"))
-    reported = {(client, metric): value for client, metric, value in zip(*columns, strict=True)}
+    reported: dict[int, dict[str, float]] = {}
+    for client, metric, value in zip(
+        table["client"].tolist(), table["metric"].tolist(), table["value"].tolist(), strict=True
+    ):
+        reported.setdefault(client, {})[metric] = value
     found: dict[str, Any] = {"clients": [], "compared": {}, "lines": []}
     entries = 0
     for row in _choose_rows(loop):
@@ -56,7 +59,7 @@ def check_models_home(models: Models, loop: Loop) -> dict[str, Any]:
             continue
         client = spec.ids[row]
         given = spec.names[row] if spec.names else client
-        values = {name: value for (one, name), value in reported.items() if one == client}
+        values = reported.get(client, {})
         line = _compare_scores(
             models.model(given), task, test, values, str(given), found["compared"]
         )

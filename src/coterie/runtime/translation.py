@@ -268,11 +268,13 @@ def _compare_weights(
     if not plain.given:
         return 0.0
     ours, largest = layout.split_rows(row), 0.0
-    named = {name: one for name, one in plain.module.named_parameters() if one.requires_grad}
-    named |= {
-        name: one for name, one in plain.module.named_buffers()
-        if one.is_floating_point() and name not in layout.inputs
-    }  # fmt: skip
+    named = dict[str, Tensor]()
+    for name, one in plain.module.named_parameters():
+        if one.requires_grad:
+            named[name] = one
+    for name, one in plain.module.named_buffers():
+        if one.is_floating_point() and name not in layout.inputs:
+            named[name] = one
     for name, given in named.items():
         if name not in ours:
             raise TranslationError(f"{name!r} of the module is not among what trains")
@@ -413,11 +415,10 @@ class _Comparison:
         """Say which quantity rounding decides so much that a fault could hide in it."""
         if not self.rounding.sizes:
             return
-        shares = {
-            name: self.rounding.explain(name) / scale
-            for values in plain
-            for name, scale in find_scales(values).items()
-        }
+        shares = {}
+        for values in plain:
+            for name, scale in find_scales(values).items():
+                shares[name] = self.rounding.explain(name) / scale
         name = max(shares, key=lambda one: shares[one])
         if shares[name] > _UNCLEAR:
             self.lines.append(
@@ -439,12 +440,14 @@ class _Comparison:
         for row, (own, _) in enumerate(pairs):
             self.plain.load(self.ours.task.layout, rows[row])
             x, y = self.ours.inputs()[row], self.ours.targets()[row]
-            each = [
-                self.plain.train(self.ours.federation, x[at : at + 1], y[at : at + 1])
-                for at in range(len(x))
-            ]
-            names = [name for name in each[0] if not name.startswith("buffer")]
-            means = {name: torch.stack([one[name] for one in each]).mean(0) for name in names}
+            each = []
+            for at in range(len(x)):
+                sample = slice(at, at + 1)
+                each.append(self.plain.train(self.ours.federation, x[sample], y[sample]))
+            means = {}
+            for name in each[0]:
+                if not name.startswith("buffer"):
+                    means[name] = torch.stack([one[name] for one in each]).mean(0)
             if find_gaps(own, means, 10 * self.limit, None, {}):
                 return
         raise ModelError(
@@ -461,10 +464,10 @@ class _Comparison:
         after = self.plain.train(
             self.ours.federation, self.ours.inputs()[0], self.ours.targets()[0]
         )
-        changed = [
-            name for name, value in before.items()
-            if not torch.equal(after.get(f"buffer {name}", value).to(value), value)
-        ]  # fmt: skip
+        changed = []
+        for name, value in before.items():
+            if not torch.equal(after.get(f"buffer {name}", value).to(value), value):
+                changed.append(name)
         return ", ".join(changed)
 
     def find_layer(self, row: Tensor, training: bool) -> str:

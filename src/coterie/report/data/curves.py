@@ -18,7 +18,7 @@ from coterie.report.data.packing import (
     thin_indices,
 )
 from coterie.results.equal_budget import Unit, count_used
-from coterie.results.gains import compute_client_gains
+from coterie.results.gains import compute_client_gains, find_local_label
 from coterie.results.selection import select_compared_runs
 from coterie.results.stored_runs import StoredRun
 
@@ -119,7 +119,7 @@ def build_client_data(
     runs = list(chain.from_iterable(groups.values()))
     # Final values are of the compared seeds alone, curves of all runs.
     done = select_compared_runs(runs)
-    baseline = next((run.label for run in runs if run.method_kind == "local"), None)
+    baseline = find_local_label(runs)
     gains = compute_client_gains(done, baseline, metric)
     final, gain = np.full((2, len(groups), population), np.nan)
     lines = []
