@@ -37,6 +37,7 @@ def _side_after_two_pools(side: int) -> int:
 def lenet_5(features: tuple[int, ...], outputs: int) -> nn.Module:
     """LeNet-5 as FedGWC uses it on EMNIST; 64,851 parameters at 1x28x28 and 47 outputs."""
     channels, height, width = features
+    # The first convolution is padded and keeps the size, the second takes 4 places.
     flat = 16 * ((height // 2 - 4) // 2) * ((width // 2 - 4) // 2)
     return nn.Sequential(
         nn.Conv2d(channels, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
@@ -49,6 +50,8 @@ def simple_cnn(features: tuple[int, ...], outputs: int) -> nn.Module:
     """SosicFL's SimpleCNN, Xavier-normal; 107,690 parameters at 3x32x32 and 10 outputs."""
     channels, height, width = features
 
+    # The kernels of 5 take 4 places, and 2 where they are padded; that of 3 is padded and takes
+    # none. Each is pooled by 2.
     def conv_output_side(n: int) -> int:
         return (((n - 4) // 2 - 2) // 2) // 2
 

@@ -43,8 +43,8 @@ TASKS = {
 """For each task, the class of transformers that loads a model, and the name that peft has for it.
 """
 
-# None of them is the end of another, so that their order says nothing.
-# The task of a stored model by the end of the name of its class.
+# The task of a stored model by the end of the name of its class. None of them is the end of
+# another, so that their order says nothing.
 _SUFFIXES = {
     "ForCausalLM": "causal-lm",
     "LMHeadModel": "causal-lm",

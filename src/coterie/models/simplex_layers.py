@@ -96,6 +96,7 @@ class SimplexHead(nn.Module):
             return torch.logsumexp(every, dim=1) - math.log(self.endpoints)
         # A last batch may have fewer samples than positions.
         if self.alpha.ndim == 2:
+            # b: samples, m: endpoints.
             return torch.einsum(
                 "bm,bm...->b...", self.alpha[: len(x)], self._outputs_of_endpoints(x)
             )

@@ -28,6 +28,7 @@ from coterie.functional.paired import (
 )
 from coterie.methods import METHODS
 
+# Rounded, since 1 - 0.95 is a little above 0.05 in binary numbers.
 SIGNIFICANCE_LEVEL = round(1 - CONFIDENCE, 10)
 REFERENCES = {"truth": "knows the clusters", "pool": "has everybody's data in one place"}
 """What a method may need that no client has (`Method.needs`); such methods are not ranked."""

@@ -367,6 +367,8 @@ def _join_ends(
 
 
 def _find_run_folders(path: Path) -> list[Path]:
+    # Before the first measurement a run has its configuration alone, as a study has: the name
+    # says which it is.
     if (path / METRICS).is_file() or ((path / CONFIG).is_file() and path.name.startswith("seed-")):
         return [path]
     # The configuration too: a run that has measured nothing yet is found by it.

@@ -180,6 +180,7 @@ def build_pairs_table(pairs: Sequence[Pair], metric: Metric, split: str = "test"
         row = [f"{pair.method_a} over {pair.method_b}", _format_difference(pair, metric)]
         row += [format_p_value(pair.p_corrected), effect, gained]
         rows.append((*row, "yes" if pair.established else "no"))
+        # Column 1 is the difference.
         if pair.established:
             strong.add((i, 1))
     seeds = max((pair.seeds for pair in pairs), default=0)

@@ -372,6 +372,7 @@ def load_trial_rows(plan: Plan) -> list[dict[str, Any]]:
 
     The mean is None where a client diverged.
     """
+    # Trials sweep nothing, so that there is one point.
     (standings,) = plan.list_standings().values()
     values: dict[tuple[str, str], list[float]] = {}
     for one in standings:

@@ -86,6 +86,7 @@ def check_shift(shift: Shift, *, source: Source | None = None, num_clients: int 
 
 
 def _plan_clients(shift: Shift, source: Source, num_clients: int) -> Clients:
+    # Of a client's samples: for training, for validation, and for tests.
     shares = _TRAIN / _EACH, _VALIDATION / _EACH, 1 - (_TRAIN + _VALIDATION) / _EACH
     clients = (Client(_EACH, shares),) * num_clients
 

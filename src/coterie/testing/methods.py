@@ -137,6 +137,7 @@ class _RunFactory:
         exchange = exchange or InMemory(torch.tensor(ids), self.federation.population)
         # No planted clusters: the record is not looked at.
         record = Record(torch.full((self.federation.population,), -1))
+        # Seed 3 unless another is given: that of the runs of `simulate` with which it is compared.
         return select_loop(self.settings, self.method)(
             self.make_task(ids), self.method, exchange, self.settings, rng or Rng(3), record
         )

@@ -80,6 +80,7 @@ def tiny_federation(
         test_of=cluster,
         ids=torch.arange(num_clients),
         population=num_clients,
+        # 0 where a target is not one class a sample.
         classes=classes * (kind == "classes"),
         truth=Truth(cluster, names, tuple(names[number] for number in cluster.tolist())),
         name="tiny",
