@@ -9,7 +9,7 @@ into integers.
 
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -198,20 +198,27 @@ def four_groups(channels: int) -> nn.Module:
     return nn.GroupNorm(4, channels)
 
 
-def resnet(blocks: int, norm: Callable[[int], nn.Module]) -> nn.Module:
-    """Return a residual network for small images: three stages of 16, 32 and 64 channels.
+def resnet(
+    blocks: int, norm: Callable[[int], nn.Module], widths: Sequence[int] = (16, 32, 64)
+) -> nn.Module:
+    """Return a residual network for small images.
 
     Args:
-        blocks: of a stage: 1 is ResNet-8, 3 is ResNet-20.
+        blocks: of a stage: with the three stages 1 is ResNet-8, and 3 is ResNet-20.
         norm: channels -> a normalization layer.
+        widths: channels of each stage.
     """
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), norm(16), nn.ReLU()]
-    channels = 16
-    for width in (16, 32, 64):
+    channels = widths[0]
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, channels, 3, 1, 1, bias=False),
+        norm(channels),
+        nn.ReLU(),
+    ]
+    for width in widths:
         for _ in range(blocks):
             layers.append(Residual(channels, width, width // channels, norm))
             channels = width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
 
 
 class Inverted(nn.Module):

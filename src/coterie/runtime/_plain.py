@@ -4,6 +4,7 @@ It uses no layout's copies of a module, no engine and no optimizer of the packag
 of theirs is not here too.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -196,9 +197,11 @@ class PlainModule:
                 changed.append(name)
         first, second = outputs
         # NaN at the same places says nothing here: the run itself finds what is not finite.
-        gap = (first - second).nan_to_num().abs().max() if first.shape == second.shape else 1.0
+        gap = math.inf
+        if first.shape == second.shape:
+            gap = float((first - second).nan_to_num().abs().max())
         named = f" ({', '.join(changed[:3])})" if changed else ""
-        if float(gap) > limit * float(first.nan_to_num().abs().max()):
+        if gap > limit * float(first.nan_to_num().abs().max()):
             raise ModelError(
                 f"the module remembers its last forward pass outside of its parameters and "
                 f"buffers{named}, or draws random numbers that PyTorch does not make (numpy's, "

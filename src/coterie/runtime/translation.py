@@ -59,6 +59,9 @@ _PLACES = (0.0, 1e-3, 1e-3)
 _OVER = object()  # after the last way to measure rounding
 _UNCLEAR = 0.1  # share of a quantity's scale from which a difference that rounding explains is said
 _SLOW_STEP = 0.05  # seconds of a plain step from which samples, draws and steps are fewer
+# Samples of a try; a slow module is compared on twice as many, a very slow one on these. With fewer
+# a batch normalization of one place a channel would have nothing left of what it subtracts.
+_FEW = 4
 
 
 @dataclass(frozen=True)
@@ -155,18 +158,25 @@ def _compare(
     # In this order: a forward pass may change the module, in place or outside of its tensors.
     first = task.select_clients(rows).initial_models(rng).detach()
     compared["weights"] = _compare_weights(plain, task.layout, first[0], lines)
-    if line := plain.require_no_memory(
-        sample, plain.inputs(sample, read_inputs(sample.x)[0]), LIMITS[plain.roundoff]
-    ):
+    tried = _take_few(sample, _FEW)
+    x = plain.inputs(tried, read_inputs(tried.x)[0])
+    if line := plain.require_no_memory(tried, x, LIMITS[plain.roundoff]):
         lines.append(line)
-    slow = _step_seconds(plain, sample) > _SLOW_STEP
+    seconds = _step_seconds(plain, tried) * _SAMPLES / _FEW
+    slow = seconds > _SLOW_STEP
     if slow:
-        first, few = first[:1], slice(_SAMPLES // 2)
-        sample = strip_federation(sample, read_inputs(sample.x[:1, few]), sample.y[:1, few])
+        number = _FEW if seconds > 2 * _SLOW_STEP else 2 * _FEW
+        first, sample = first[:1], _take_few(sample, number)
     ours = TrainedSide.build(task, sample, rng)
     compared["inputs"] = _compare_inputs(ours, sample)
     _compare_values(plain, ours, first, local, lines, compared, slow)
     return compared, sample.x.shape[1]
+
+
+def _take_few(sample: Federation, number: int) -> Federation:
+    """Return the first samples of the first client."""
+    few = slice(number)
+    return strip_federation(sample, read_inputs(sample.x[:1, few]), sample.y[:1, few])
 
 
 def _step_seconds(plain: PlainModule, sample: Federation) -> float:
@@ -178,7 +188,8 @@ def _step_seconds(plain: PlainModule, sample: Federation) -> float:
         begun = time.process_time()
         plain.train(sample, x, y)
         found = min(found, (time.process_time() - begun) / torch.get_num_threads())
-        if found <= _SLOW_STEP:
+        # Loading takes at most about a tenth of a second, since forward ran before.
+        if found * _SAMPLES <= _SLOW_STEP * _FEW or found > 0.1:
             break
     return found
 

@@ -377,6 +377,25 @@ def test_built_in_networks_give_no_alarm(net, engine, dtype):
     assert check(build(net, engine, IMAGES, dtype=dtype), IMAGES).samples == 16
 
 
+@pytest.mark.parametrize(("seconds", "samples"), [(0.012, 16), (0.013, 8), (0.025, 8), (0.026, 4)])
+def test_a_slow_module_is_compared_on_fewer_samples(monkeypatch, seconds, samples):
+    """Of 16 samples a step may take 0.05 s; what it takes is measured on 4 of them."""
+    monkeypatch.setattr(
+        translation, "_step_seconds", lambda plain, sample: seconds * (sample.x.shape[1] == 4)
+    )
+    assert check(build("cnn-b", "vmap", IMAGES), IMAGES).samples == samples
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_fault_is_seen_on_the_few_samples_of_a_slow_module(monkeypatch, engine):
+    monkeypatch.setattr(translation, "_step_seconds", lambda plain, sample: 1.0)
+    task = build("cnn-b", engine, IMAGES)
+    assert check(task, IMAGES).samples == 4
+    wrap_training(monkeypatch, task, drift)
+    with pytest.raises(TranslationError, match="differs by"):
+        check(task, IMAGES)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("net", first_only(["mlp-bn", "cnn-b", "mlp-c", "linear"], slow=True))
 def test_native_programs_of_built_in_networks_give_no_alarm(net):

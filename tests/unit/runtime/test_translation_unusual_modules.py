@@ -116,8 +116,16 @@ class DrawsElsewhere(Remembers):
         return outputs + float(np.random.default_rng().normal())
 
 
+class Narrows(Remembers):
+    """Its outputs are so large that a limit relative to them is no small number."""
+
+    def use(self, outputs):
+        return 1e9 * outputs[:, : 1 + self.times % 2]
+
+
 @pytest.mark.parametrize(
-    ("kind", "named"), [(WarmsUp, r" \(times\)"), (Follows, ""), (DrawsElsewhere, "")]
+    ("kind", "named"),
+    [(WarmsUp, r" \(times\)"), (Follows, ""), (DrawsElsewhere, ""), (Narrows, r" \(times\)")],
 )
 @pytest.mark.parametrize("engine", ["loop", "auto"])
 def test_a_module_that_remembers_its_last_pass_outside_of_its_tensors_is_refused(
