@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import stat
 import tempfile
 import uuid
@@ -64,6 +65,40 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write a file atomically; see `replace_atomically`."""
     with replace_atomically(path, mode) as temporary:
         temporary.write_bytes(data)
+
+
+def replace_folder(made: Path, path: Path) -> None:
+    """Put a folder that was just made into the place of another, which may exist.
+
+    The old folder is removed only when the new one is in its place; an error brings it back. A
+    process that is killed in between leaves it whole under a hidden name next to the new one. A
+    link stays a link: the folder that it leads to is replaced.
+
+    Args:
+        made: the new folder, next to the one that it replaces.
+        path: the folder that is replaced.
+
+    Raises:
+        OSError: from the system.
+    """
+    for file in made.rglob("*"):
+        if file.is_file():
+            # On the disk before the old ones go, as in `replace_atomically`.
+            with open(file, "rb") as opened:
+                os.fsync(opened.fileno())
+    place = resolve_path(path)
+    # A rename replaces no folder that has files, so the old one makes room first.
+    aside = place.with_name(f".{place.name[:100]}.{uuid.uuid4().hex[:12]}.old")
+    try:
+        with suppress(FileNotFoundError):
+            os.replace(place, aside)
+        os.replace(made, place)
+    # Ctrl-C between the two renames must not take the folder away either.
+    except BaseException:
+        if aside.exists() and not place.exists():
+            os.replace(aside, place)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def prepare_file(path: str | Path) -> Path:

@@ -159,7 +159,7 @@ def required_fields(cls: type[Any]) -> set[str]:
     return {f.name for f in needed}
 
 
-def parse_settings(cls: type[T], table: Mapping[str, object], where: str) -> T:
+def parse_settings(cls: type[T], table: Mapping[str, object], where: str, **decided: object) -> T:
     """Make a `Configurable` from a table of settings.
 
     Args:
@@ -167,12 +167,13 @@ def parse_settings(cls: type[T], table: Mapping[str, object], where: str) -> T:
         table: its fields by name; fields with a default may be left out.
         where: the table's name in a study file, such as "data.shift[0]"; every message begins with
             it.
+        **decided: fields that the caller sets; in the table they are unknown keys.
 
     Raises:
         ConfigError: on an unknown key (with the nearest valid one), a missing key, or a value that
             does not fit.
     """
-    known = settable_fields(cls)
+    known = {name: hint for name, hint in settable_fields(cls).items() if name not in decided}
     # Here, since Python's own message for an unknown argument names neither table nor near keys.
     for key in table:
         if key not in known:
@@ -181,7 +182,7 @@ def parse_settings(cls: type[T], table: Mapping[str, object], where: str) -> T:
         if name in required_fields(cls) and name not in table:
             raise ConfigError(f"{where}: {name} is missing; expected {describe_hint(hint)}")
     try:
-        return cls(**table)
+        return cls(**table, **decided)
     except ConfigError as error:
         raise ConfigError(f"{where}: {str(error).removeprefix(f'{_owner_name(cls)}: ')}") from None
 

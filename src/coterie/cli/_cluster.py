@@ -185,7 +185,7 @@ def show_status(
       coterie status runs/rotated-digits
     """
     from coterie.cluster import status as state
-    from coterie.results.stored_runs import is_node_folder
+    from coterie.studies.run import is_of_node
 
     found = state.load_statuses(folder)
     for line in state.format_statuses(found):
@@ -193,7 +193,7 @@ def show_status(
     if not all(one.state == "done" for one in found):
         words = ["coterie", "resume", str(folder)]
         # The run of a node continues when its node is started again.
-        if is_node_folder(folder.resolve()):
+        if is_of_node(folder):
             words = ["coterie", "node", "NODE.toml"]
         typer.echo(f"Continue with: {shlex.join(words)}")
     # A script reads from the status whether to wait, to resume, or to look.

@@ -285,7 +285,7 @@ def _parse_schedule(given: ScheduleLike, where: str) -> LrSchedule:
     if kind in SCHEDULES:
         return parse_settings(SCHEDULES[kind], table, where)
     # What is no bundled kind is an import path.
-    return parse_settings(CustomSchedule, {**table, "path": kind}, where)
+    return parse_settings(CustomSchedule, table, where, path=kind)
 
 
 def schedule_tables(given: Any) -> Any:

@@ -982,7 +982,7 @@ def make_loss(
         return found
     if isinstance(found, type) and issubclass(found, Loss):
         return parse_settings(found, table, where)
-    return parse_settings(CustomLoss, {"path": kind, **table}, where)
+    return parse_settings(CustomLoss, table, where, path=kind)
 
 
 def normalize_loss_setting(given: Any, where: str = "loss") -> dict[str, Any] | None:

@@ -264,9 +264,7 @@ def load(path: Path) -> NodeFile:
         part = table.pop(name, {})
         require(isinstance(part, Mapping), f"{path}: {name}", part, f"a table: [{name}]")
         parts[name] = parse_settings(kind, part, f"{path}: {name}")
-    return parse_settings(
-        NodeFile, {**table, **parts, "folder": resolve_path(path).parent}, str(path)
-    )
+    return parse_settings(NodeFile, {**table, **parts}, str(path), folder=resolve_path(path).parent)
 
 
 # ---------------------------------------------------------------- data

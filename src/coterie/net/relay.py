@@ -85,7 +85,7 @@ class RelayFile(Configurable):
             raise ConfigError(f"cannot read {path}: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
-        return parse_settings(RelayFile, {**table, "folder": resolve_path(path).parent}, str(path))
+        return parse_settings(RelayFile, table, str(path), folder=resolve_path(path).parent)
 
 
 class Relay(GrpcServer):

@@ -1,7 +1,6 @@
 """The adapter of a client as a folder that `peft.PeftModel.from_pretrained` loads."""
 
 import importlib
-import os
 import shutil
 import uuid
 import warnings
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie._util import extras
-from coterie._util.files import prepare_folder, show_path
+from coterie._util.files import prepare_folder, replace_folder, resolve_path, show_path
 from coterie.errors import ConfigError, RunExistsError, TranslationError
 from coterie.models.given import copy_deeply
 from coterie.results._exported import draw_samples
@@ -31,10 +30,11 @@ def export_adapter_folder(
     force: bool = False,
     samples: Tensor | None = None,
 ) -> Path:
-    """Write the adapter of a client as a folder of peft, atomically, and check it.
+    """Write the adapter of a client as a folder of peft, and check it.
 
     The folder is loaded again before it takes its place, onto the model without what was trained:
-    it has the same tensors, and the same outputs.
+    it has the same tensors, and the same outputs. A folder that is there is removed only after that
+    (see `replace_folder`).
 
     Args:
         models: the models of a run.
@@ -71,17 +71,15 @@ def export_adapter_folder(
         )
     prepare_folder(path.parent)
     # Cut, because names of files have at most 255 bytes.
-    temporary = path.with_name(f".{path.name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
+    place = resolve_path(path)
+    temporary = place.with_name(f".{place.name[:100]}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with warnings.catch_warnings():
             # peft warns of names that transformers deprecates
             warnings.simplefilter("ignore")
             _save_active_adapter(module, temporary)
             _check_folder(models, module, temporary, peft, samples)
-        # `os.replace` replaces no folder that has files: for a moment neither is there.
-        if path.exists():
-            shutil.rmtree(path)
-        os.replace(temporary, path)
+        replace_folder(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return path

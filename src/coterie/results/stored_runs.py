@@ -286,10 +286,16 @@ def load_runs(paths: Iterable[str | Path]) -> tuple[list[StoredRun], list[Unread
     return _join_node_runs(runs), problems
 
 
-def is_node_folder(folder: Path) -> bool:
-    """Return whether a node between machines writes the study in this folder."""
-    # The node's roster lies next to its study.
-    return any((place / ROSTER_SEEN).exists() for place in (*folder.parents,)[:3])
+def is_node_folder(folder: Path, name: str) -> bool:
+    """Return whether a node between machines writes the study in this folder.
+
+    Args:
+        folder: of the study, without links.
+        name: of the study. Each of its parts is a folder.
+    """
+    # The node's roster lies next to its study. Folders further up are not asked: a relay keeps a
+    # roster next to its settings, where somebody may have a folder of simulations too.
+    return (folder.parents[len(Path(name).parts) - 1] / ROSTER_SEEN).exists()
 
 
 def has_runs(path: str | Path) -> bool:

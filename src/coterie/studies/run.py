@@ -555,22 +555,10 @@ def load_stored_study(folder: str | Path, *, to_run: bool = False) -> tuple[Stud
         ConfigError: when there is none, or it is to be continued and a package of one of its
             methods is missing.
     """
-    # Resolved, so that "." has a name too.
-    path = resolve_path(folder)
-    if path.name.startswith("seed-") and (path.parent.parent / CONFIG).exists():
-        path = path.parent.parent
-    if not (path / CONFIG).exists():
-        raise ConfigError(
-            f"{folder} holds no study: no {CONFIG}; expected a folder that `coterie run` made"
-        )
-    if (path / manifest.FILE).exists() and (fault := manifest.describe_fault(path, CONFIG)):
-        raise ConfigError(f"{path}: {fault}; `coterie run STUDY` writes it again")
-    study = config.parse_study_text(
-        (path / CONFIG).read_text(encoding="utf-8"), str(path / CONFIG), to_run=to_run
-    )
+    study, path = _read_study(folder, to_run=to_run)
     # A name may have several parts, each of which is a folder.
     depth = len(Path(study.name).parts)
-    if to_run and stored_runs.is_node_folder(path):
+    if to_run and stored_runs.is_node_folder(path, study.name):
         raise ConfigError(
             f"{folder} is the folder of a node, whose data are its own: start the node again, "
             "coterie node NODE.toml, and it goes on"
@@ -585,6 +573,32 @@ def load_stored_study(folder: str | Path, *, to_run: bool = False) -> tuple[Stud
     # For reading results any name of a folder is valid, which `replace` would check.
     object.__setattr__(renamed, "name", path.name)
     return renamed, path.parent
+
+
+def is_of_node(folder: str | Path) -> bool:
+    """Return whether a node between machines writes the study in a folder, or that of a run.
+
+    Raises:
+        ConfigError: when there is no study in the folder.
+    """
+    study, path = _read_study(folder, to_run=False)
+    return stored_runs.is_node_folder(path, study.name)
+
+
+def _read_study(folder: str | Path, *, to_run: bool) -> tuple[StudyConfig, Path]:
+    """Return the study in a folder under its stored name, and its folder without links."""
+    # Resolved, so that "." has a name too.
+    path = resolve_path(folder)
+    if path.name.startswith("seed-") and (path.parent.parent / CONFIG).exists():
+        path = path.parent.parent
+    if not (path / CONFIG).exists():
+        raise ConfigError(
+            f"{folder} holds no study: no {CONFIG}; expected a folder that `coterie run` made"
+        )
+    if (path / manifest.FILE).exists() and (fault := manifest.describe_fault(path, CONFIG)):
+        raise ConfigError(f"{path}: {fault}; `coterie run STUDY` writes it again")
+    text = (path / CONFIG).read_text(encoding="utf-8")
+    return config.parse_study_text(text, str(path / CONFIG), to_run=to_run), path
 
 
 def reopen_run(

@@ -4,6 +4,8 @@ import errno
 import os
 import socket
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -202,3 +204,87 @@ def test_a_file_of_another_kind_is_not_replaced(tmp_path):
     files.check_replaceable(page, b"<!doctype html>")
     with pytest.raises(ConfigError, match=r"study.toml exists and is another kind of file; choose"):
         files.check_replaceable(study, b"<!doctype html>")
+
+
+def make_folder(path, **files):
+    path.mkdir()
+    for name, text in files.items():
+        (path / name).write_text(text)
+    return path
+
+
+def read_folder(path):
+    return {one.name: one.read_text() for one in path.iterdir()}
+
+
+@pytest.mark.parametrize("old", [None, {}, {"a": "old", "b": "old"}])
+def test_a_folder_takes_the_place_of_another(tmp_path, old):
+    path = tmp_path / "kept"
+    if old is not None:
+        make_folder(path, **old)
+    files.replace_folder(make_folder(tmp_path / "made", a="new"), path)
+    assert read_folder(path) == {"a": "new"}
+    assert [one.name for one in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_folder_is_replaced_where_a_link_leads(tmp_path):
+    target = make_folder(tmp_path / "target", a="old")
+    (tmp_path / "link").symlink_to("target")
+    files.replace_folder(make_folder(tmp_path / "made", a="new"), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert read_folder(target) == {"a": "new"}
+
+
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("call", [0, 1])
+def test_an_error_brings_the_old_folder_back(tmp_path, monkeypatch, kind, call):
+    """At each of the two renames."""
+    path = make_folder(tmp_path / "kept", a="old")
+    made = make_folder(tmp_path / "made", a="new")
+    rename, calls = os.replace, []
+
+    def stop(source, target):
+        calls.append(source)
+        if len(calls) == call + 1:
+            raise kind("stopped")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", stop)
+    with pytest.raises(kind, match="stopped"):
+        files.replace_folder(made, path)
+    assert read_folder(path) == {"a": "old"}
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["kept", "made"]
+
+
+def test_a_killed_process_loses_no_folder(tmp_path):
+    """It is killed before the system call `number`, for each of those that change a folder."""
+    code = """
+import os, sys
+from pathlib import Path
+from coterie._util import files
+left = int(sys.argv[2])
+def watch(event, arguments):
+    global left
+    if event in ("os.rename", "os.remove", "os.rmdir"):
+        left -= 1
+        if left < 0:
+            os._exit(9)
+sys.addaudithook(watch)
+files.replace_folder(Path(sys.argv[1], "made"), Path(sys.argv[1], "kept"))
+"""
+    number, status = -1, 9
+    while status:
+        number += 1
+        folder = make_folder(tmp_path / str(number))
+        make_folder(folder / "kept", a="old")
+        make_folder(folder / "made", a="new")
+        done = subprocess.run([sys.executable, "-c", code, str(folder), str(number)], check=False)
+        found = [read_folder(one) for one in folder.iterdir()]
+        assert {"a": "new"} in found
+        # The old one is removed only when the new one has its name.
+        assert {"a": "old"} in found or read_folder(folder / "kept") == {"a": "new"}
+        assert done.returncode in (0, 9)
+        assert done.returncode or [one.name for one in folder.iterdir()] == ["kept"]
+        status = done.returncode
+    # Two renames, and at least a file and a folder that are removed.
+    assert number >= 4

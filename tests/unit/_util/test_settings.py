@@ -55,6 +55,12 @@ def test_a_value_that_does_not_fit_is_refused_in_words(table, message):
     assert message in str(caught.value)
 
 
+def test_what_the_caller_decides_is_no_key_of_the_table():
+    assert parse_settings(Example, {"rate": 2.0}, "x", size=3) == Example(3, 2.0)
+    with pytest.raises(ConfigError, match="x: unknown key 'size'"):
+        parse_settings(Example, {"size": 4}, "x", size=3)
+
+
 @dataclass(frozen=True)
 class Plain(Configurable):
     number: int

@@ -92,6 +92,28 @@ def test_the_folder_of_a_node_is_continued_by_its_node(coterie, stopped_sweep):
     assert "runs/tiny is the folder of a node" in err
 
 
+@pytest.mark.parametrize("name", ["dac", "dac/samples", "a/b/c/d"])
+def test_a_node_continues_a_study_whose_name_has_any_number_of_parts(coterie, stop_in_run, name):
+    Path("tiny.toml").write_text(STUDY.replace('"tiny"', f'"{name}"'))
+    stop_in_run(1)
+    assert coterie("run", "tiny.toml", "-w", "1", "-q", "--out", "runs/n0")[0] == 130
+    study = Path("runs/n0") / name
+    run = study / "Gossip" / "seed-0"
+    # A relay has its roster next to its settings, where people start simulations too.
+    for above in (Path("roster.seen"), Path("runs/roster.seen")):
+        above.write_text("")
+    for folder in (study, run):
+        last = coterie("status", str(folder))[1].splitlines()[-1]
+        assert last == f"Continue with: coterie resume {folder}"
+    Path("runs/n0/roster.seen").write_text("")
+    for folder in (study, run):
+        last = coterie("status", str(folder))[1].splitlines()[-1]
+        assert last == "Continue with: coterie node NODE.toml"
+        status, _, err = coterie("resume", str(folder))
+        assert status == 2
+        assert "is the folder of a node" in err
+
+
 def test_a_sweep_that_was_stopped_shows_what_is_there(coterie, stopped_sweep):
     for options in ((), ("--clients",)):
         status, out, _ = coterie("show", "runs/tiny", *options)

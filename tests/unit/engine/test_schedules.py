@@ -177,6 +177,7 @@ def test_a_function_of_ones_own_is_a_schedule():
             {"kind": "cosine", "lenght": 3},
             "lr_schedule: unknown key 'lenght'; did you mean 'length'",
         ),
+        ({"kind": f"{__name__}:thirds", "path": "no.such:thing"}, "unknown key 'path'"),
         (lambda number, total: 1.0, "expected one that is defined at the top of a module"),
     ],
 )

@@ -536,6 +536,8 @@ def test_a_function_and_a_class_are_found_by_their_path():
     assert torch.equal(own(outputs, targets), focal(outputs, targets))
     with pytest.raises(ConfigError, match="expected one that is defined at the top of a module"):
         make_loss(lambda outputs, targets: outputs)
+    with pytest.raises(ConfigError, match="unknown key 'path'"):
+        make_loss({"kind": f"{__name__}:focal", "path": f"{__name__}:forgotten"})
 
 
 @pytest.mark.parametrize(

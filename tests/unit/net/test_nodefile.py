@@ -72,6 +72,7 @@ def test_a_node_may_wait_for_new_clients_without_limit(tmp_path):
             "chunk is 1000000; expected a whole number, from 1024 to 262144",
         ),
         ("[network]\nlease = 0.1", "lease is 0.1"),
+        ('folder = "elsewhere"', "unknown key 'folder'"),
         ("x = ", "is not valid TOML"),
     ],
 )

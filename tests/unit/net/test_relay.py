@@ -351,6 +351,9 @@ def test_a_relays_file_is_read_strictly(tmp_path):
     path.write_text("tunnel = 3\n")
     with pytest.raises(ConfigError, match=re.escape("tunnel")):
         RelayFile.load(path)
+    path.write_text('folder = "elsewhere"\n')
+    with pytest.raises(ConfigError, match="unknown key 'folder'"):
+        RelayFile.load(path)
     with pytest.raises(ConfigError, match="cannot read"):
         RelayFile.load(tmp_path / "none.toml")
 
