@@ -519,15 +519,15 @@ def _collate(
     collate: Callable[[list[Any]], Any], dataset: Any, test: Any, key: str | None
 ) -> tuple[Any, Any]:
     """Return a dataset and its test set with the items that a collator makes of them."""
-    held, clients = test, None
-    if isinstance(test, tuple) and len(test) == 2 and is_dataset(test[0]):
+    held, clients, test_key = test, None, key
+    if isinstance(test, tuple) and len(test) == 2 and is_dataset(open_files(test[0])):
         held, clients = test
         # A column of the test set may be called otherwise than that of the training set.
-        key = clients if isinstance(clients, str) else key
+        test_key = clients if isinstance(clients, str) else key
     _check_collated_test(held)
     groups = [{"the dataset": dataset}, {} if held is None else {"the test set": held}]
     # Both in one call: a collator pads all items to the longest one that it gets.
-    first, second = collate_items(collate, groups, key)
+    first, second = collate_items(collate, groups, [key, test_key])
     if held is not None:
         held = second["the test set"]
         # In a pair a plain list would be taken for inputs; alone it is a list of items.
@@ -548,7 +548,7 @@ def _collate_clients(
         group = {"the test set": test}
     named = prefix_keys("dataset ", by_client)
     # As in `_collate`: training and test items must get one length.
-    first, second = collate_items(collate, [named, group], None)
+    first, second = collate_items(collate, [named, group], [None, None])
     if own is not None:
         test = dict(zip(own, second.values(), strict=True))
     elif test is not None:
@@ -559,6 +559,7 @@ def _collate_clients(
 
 
 def _check_collated_test(test: Any) -> None:
+    test = open_files(test)
     if test is not None and not is_dataset(test) and not isinstance(test, list):
         raise ConfigError(
             f"collate is given, and test is a {type(test).__name__}; expected a dataset of the "

@@ -390,7 +390,10 @@ def number_clients(
     else:
         # As objects of Python, whose whole numbers have any size and whose text keeps its ends.
         found, owner = _sort_clients(owners.tolist())
-    names = () if found == list(range(len(found))) else tuple(map(str, found))
+    # True equals 1, and is another id as text.
+    truths = isinstance(found[0], bool) if found else False
+    counted = found == list(range(len(found))) and not truths
+    names = () if counted else tuple(map(str, found))
     warn_about_lookalikes(names, "clients", with_case=True)
     columns = {"client": torch.from_numpy(owner)}
     if clusters is None:

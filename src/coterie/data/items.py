@@ -6,6 +6,7 @@ An item is a pair (input, target), or a table such as {"image": ..., "label": ..
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -330,7 +331,9 @@ def open_files(dataset: Any) -> Any:
 
 
 def collate_items(
-    collate: Callable[[list[Any]], Any], groups: Sequence[Mapping[str, Any]], kept: str | None
+    collate: Callable[[list[Any]], Any],
+    groups: Sequence[Mapping[str, Any]],
+    client_keys: Sequence[str | None],
 ) -> list[dict[str, list[Any]]]:
     """Return the items of datasets as a collator makes them: all of one length.
 
@@ -340,23 +343,29 @@ def collate_items(
         collate: takes a list of items and returns a table of arrays with a row for each, as the
             data collators of transformers do.
         groups: datasets by the words that messages call them.
-        kept: a key that the collator does not see, and that stays as it is; None for none.
+        client_keys: for each group, the key of the client of its items; None for none. The collator
+            sees none of these keys, since its tables have one set of keys for all items; an item
+            keeps the one of its group as it is.
 
     Raises:
         DataError: when items are no tables, or the collator returns something else.
     """
     items, owners, sizes = [], [], []
-    for group in groups:
+    hidden = {key for key in client_keys if key is not None}
+    for group, client_key in zip(groups, client_keys, strict=True):
         for what, dataset in group.items():
             before = len(items)
-            for item in _iterate_items(dataset, what):
+            for item in _iterate_items(open_files(dataset), what):
                 if not isinstance(item, Mapping):
                     raise DataError(
                         f"{what} has items of {type(item).__name__}; collate takes tables, such as "
                         "{'input_ids': ..., 'labels': ...}"
                     )
-                owners.append(item.get(kept))
-                items.append(drop_keys(item, {kept}))
+                owner = {}
+                if client_key in item:
+                    owner[client_key] = item[client_key]
+                owners.append(owner)
+                items.append(drop_keys(item, hidden))
             sizes.append(len(items) - before)
     found = collate(items)
     # `keys`, since what a collator of transformers returns iterates over something else.
@@ -370,11 +379,9 @@ def collate_items(
     columns = {key: _as_tensor(found[key], f"collate: {key!r}") for key in keys}
     rows, start = [], 0
     for place, owner in enumerate(owners):
-        row: dict[str, Any] = {key: column[place] for key, column in columns.items()}
+        row = {key: column[place] for key, column in columns.items()}
         # The client's column went past the collator, which may take tensors of the model alone.
-        if kept is not None and owner is not None:
-            row[kept] = owner
-        rows.append(row)
+        rows.append({**row, **owner})
     out = []
     left = iter(sizes)
     for group in groups:
@@ -400,7 +407,8 @@ def _read_items(dataset: Any, what: str, form: ItemForm, in_memory: bool) -> _It
     out = _Items()
     for place, item in enumerate(_iterate_items(dataset, what)):
         parts, target, owner = _convert_item(item, f"item {place}", what, form)
-        if out.inputs and list(parts) != list(out.inputs):
+        # As sets: named parts may come in any order.
+        if out.inputs and set(parts) != set(out.inputs):
             raise DataError(
                 f"{what}: the input of item {place} has other parts than the first; make them equal"
             )
@@ -547,7 +555,8 @@ def _require_one_shape(values: Sequence[Tensor], what: str, kind: str) -> None:
 def _join_items(read: Sequence[_Items]) -> tuple[Any, Any]:
     """Join the samples of several datasets."""
     parts = {}
-    for key in read[0].inputs:
+    # Also the parts that a later dataset alone has, which are refused.
+    for key in dict.fromkeys(chain.from_iterable(one.inputs for one in read)):
         # Types, shapes and missing parts are compared over all datasets.
         stacks, kinds = [], set()
         for one in read:

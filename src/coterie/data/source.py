@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from coterie._util.mappings import select_keys
 from coterie.data.coding import code_targets, match_clients, number_clients, to_array
 from coterie.data.guesses import (
     LARGEST,
@@ -220,7 +221,8 @@ class Source:
             kept = pool.drop_rows()
         else:
             # Test images are normalized by the constants of the training images.
-            x_held, parts_held, _ = _convert_inputs(test[0], normalize, constants)
+            held = _order_parts(test[0], parts)
+            x_held, parts_held, _ = _convert_inputs(held, normalize, constants)
             if parts_held != parts:
                 raise DataError(
                     f"{name}: test inputs are {describe_parts(parts_held)}; training inputs are "
@@ -496,6 +498,17 @@ def _name_parts(x: Any) -> dict[Any, Any]:
     return dict(enumerate(x)) if several else {}
 
 
+def _order_parts(x: Any, parts: Sequence[InputPart]) -> Any:
+    """Return inputs of the same names in the order of the parts; other inputs as they are.
+
+    The constants of images, and the columns of a packed input, are found by their place.
+    """
+    names = [part.name for part in parts]
+    if not isinstance(x, Mapping) or set(map(str, x)) != set(names):
+        return x
+    return select_keys(_name_parts(x), names)
+
+
 def _warn_about_parts(x: Any) -> None:
     """Warn where an input may mean something else than it is taken for."""
     columns = column_names(x)
@@ -566,13 +579,12 @@ def pack_inputs(x: Any, parts: Sequence[InputPart]) -> Shaped[Tensor, "samples *
     if not parts:
         return _convert_input(x, "x")
     if isinstance(x, Mapping) and all(part.name for part in parts):
-        # In the order of training, whatever the order given.
-        ordered = {}
+        # In the order of training, whatever the order given; what training had not is left.
+        named = _name_parts(x)
         for part in parts:
-            if part.name not in x:
+            if part.name not in named:
                 raise DataError(f"x has no {part.name!r}; expected {describe_parts(parts)}")
-            ordered[part.name] = x[part.name]
-        x = ordered
+        x = select_keys(named, [part.name for part in parts])
     constants = {place: (part.mean, part.std) for place, part in enumerate(parts)}
     flat, found, _ = _convert_inputs(x, "none", constants)
     if not found:

@@ -186,7 +186,7 @@ def load_table(table: Any, form: CsvFormat = CsvFormat(), what: str = "the table
             "a CSV or parquet file"
         ) from None
     _require_distinct_names(made.column_names, what)
-    return LoadedTable(made, what)
+    return LoadedTable(_replace_text_views(made), what)
 
 
 def _convert_to_arrow(table: Any) -> pa.Table:
@@ -195,6 +195,34 @@ def _convert_to_arrow(table: Any) -> pa.Table:
     if hasattr(table, "to_arrow"):
         return table.to_arrow()
     return pa.table(dict(table) if isinstance(table, Mapping) else table)
+
+
+def _replace_text_views(table: pa.Table) -> pa.Table:
+    """Return a table whose text of type `string_view` is of type `large_string`.
+
+    Arrow, up to version 26 at least, lacks most functions of text for views.
+    """
+    changed = {}
+    for field, column in zip(table.schema, table.columns, strict=True):
+        kind = field.type
+        if _is_text_view(kind):
+            changed[field.name] = column.cast(pa.large_string())
+        elif pa.types.is_dictionary(kind) and _is_text_view(kind.value_type):
+            # Arrow has no cast of such a dictionary. Each chunk has one of its own.
+            chunks = []
+            for chunk in column.chunks:
+                words = chunk.dictionary.cast(pa.large_string())
+                chunks.append(
+                    pa.DictionaryArray.from_arrays(chunk.indices, words, ordered=kind.ordered)
+                )
+            made = pa.dictionary(kind.index_type, pa.large_string(), kind.ordered)
+            changed[field.name] = pa.chunked_array(chunks, made)
+    return _replace_columns(table, changed) if changed else table
+
+
+def _is_text_view(kind: pa.DataType) -> bool:
+    # By its name: version 15 of pyarrow has no function for this type.
+    return str(kind) == "string_view"
 
 
 def _hold_large_numbers(table: Any) -> Any:
@@ -232,7 +260,7 @@ def _load_file(path: Path, form: CsvFormat) -> LoadedTable:
         if ending in (".parquet", ".pq") and not packed:
             made = arrow_parquet.read_table(path)
             _require_distinct_names(made.column_names, str(path))
-            return LoadedTable(made, str(path))
+            return LoadedTable(_replace_text_views(made), str(path))
         if ending in (".csv", ".tsv", ".txt"):
             data = path.read_bytes()
             return _parse_csv(gzip.decompress(data) if packed else data, path, ending, form)

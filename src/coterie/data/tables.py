@@ -699,6 +699,7 @@ def _encode_categories(
     arrays, values, ordered = [], [], []
     for table in tables:
         column = table.get_column(name)
+        _require_category_values(column.type, name)
         if not _is_text(column.type):
             _require_numbers(column.type, name)
         in_order = pa.types.is_dictionary(column.type) and column.type.ordered
@@ -843,6 +844,7 @@ def _read_labels(table: _ArrowTable, name: str) -> Any:
     """Return a target: text, with the order of its categories, or numbers of their own type."""
     values = table.get_column(name)
     if _is_text(values.type):
+        _require_category_values(values.type, name)
         _check_text([table], name)
         found = values.to_pandas()
         # A categorical column keeps the order of its categories, which are the classes.
@@ -944,9 +946,14 @@ def _find_unit(values: Sequence[str]) -> str:
 
 def _is_text(kind: pa.DataType) -> bool:
     """Whether a column holds text or categories."""
-    # By its name: older versions of pyarrow have no function for this type.
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or str(kind) == "string_view"
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     return text or pa.types.is_dictionary(kind)
+
+
+def _require_category_values(kind: pa.DataType, name: str) -> None:
+    """Refuse categories that are neither text nor numbers: no schema could store them."""
+    if pa.types.is_dictionary(kind) and not _is_text(kind.value_type):
+        _require_numbers(kind.value_type, name)
 
 
 def _require_numbers(kind: pa.DataType, name: str) -> None:
@@ -955,6 +962,11 @@ def _require_numbers(kind: pa.DataType, name: str) -> None:
             f"column {name!r} holds dates or times ({kind}); turn it into numbers first, such as "
             "the days since the "
             "first, or leave it out of features"
+        )
+    if "binary" in str(kind):  # five types: of any or of one length, each also as a view or large
+        raise DataError(
+            f"column {name!r} holds bytes ({kind}); decode them to text first, or leave it out of "
+            "features"
         )
     numbers = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
     if not (numbers or pa.types.is_boolean(kind) or pa.types.is_null(kind)):

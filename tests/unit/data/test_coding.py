@@ -39,6 +39,27 @@ def test_whole_numbers_of_any_size_are_clients_of_their_own(ids):
     assert [found[code] for code in columns["client"].tolist()] == ids
 
 
+@pytest.mark.parametrize("kind", [list, np.array, pd.Series])
+@pytest.mark.parametrize("ids", [[False, True] * 10, [False] * 20, [True] * 20])
+def test_true_and_false_are_ids_with_names(ids, kind):
+    """Python takes False and True for equal to 0 and 1, which need no names."""
+    found = tuple(sorted(set(map(str, ids))))
+    federation = from_arrays(torch.rand(20, 2), torch.arange(20) // 10, clients=kind(ids))
+    assert federation.client_names == found
+    table = pd.DataFrame({"x": np.arange(20) / 7, "y": ["no", "yes"] * 10, "s": ids})
+    assert coterie.from_table(table, target="y", client="s").client_names == found
+    owned = {one: [(torch.rand(2), place % 2) for place in range(8)] for one in set(ids)}
+    assert from_datasets(owned).client_names == found
+
+
+def test_true_and_false_are_no_test_samples_of_the_clients_0_and_1():
+    x, y = torch.rand(20, 2), torch.arange(20) // 10
+    with pytest.raises(DataError, match="client 'False' has test samples and no training samples"):
+        from_arrays(x, y, clients=[0, 1] * 10, test=(x + 1, y, [False, True] * 10))
+    with pytest.raises(DataError, match="client '0' has test samples and no training samples"):
+        from_arrays(x, y, clients=[False, True] * 10, test=(x + 1, y, [0, 1] * 10))
+
+
 @pytest.mark.parametrize(
     ("ids", "message"),
     [

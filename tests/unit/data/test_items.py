@@ -1,11 +1,14 @@
 """Datasets of PyTorch, Hugging Face and Flower, read item by item."""
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
 from coterie import from_dataset, from_datasets
+from coterie._util.mappings import drop_keys
 from coterie.errors import ConfigError, DataError
 
 
@@ -291,3 +294,85 @@ def test_datasets_of_hugging_face_are_read_by_their_keys():
         from_dataset(
             datasets.DatasetDict({**splits, "validation": make(4)}), "writer", inputs="pixels"
         )
+
+
+def test_named_parts_of_items_come_in_any_order():
+    first = [({"a": [float(n)], "b": [n, -n]}, n % 2) for n in range(10)]
+    turned = [({"b": x["b"], "a": x["a"]}, y) for x, y in first]
+    mixed = [*first[:5], *turned[5:]]
+    plain = from_datasets([Items(first), Items(first)])
+    for one, other in ([first, turned], [first, mixed]):
+        made = from_datasets([Items(one), Items(other)])
+        assert made.parts == plain.parts
+        assert made.x.tolist() == plain.x.tolist()
+    more = [({**x, "c": [0.0]}, y) for x, y in first]
+    # A part that one dataset alone has is not left out without a word.
+    for datasets in ([first, more], [more, first]):
+        with pytest.raises(DataError, match="inputs of different types or shapes"):
+            from_datasets(list(map(Items, datasets)))
+
+
+def pad(items: list[dict]) -> dict[str, torch.Tensor]:
+    """A collator that takes what a model takes, and nothing else."""
+    assert {key for item in items for key in item} == {"input_ids", "labels"}
+    rows = [torch.tensor(item["input_ids"]) for item in items]
+    return {
+        "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
+        "labels": torch.tensor([item["labels"] for item in items]),
+    }
+
+
+def words(size: int, longest: int) -> list[dict]:
+    """Items of unequal length with two columns that could name their clients: a and b, x and y."""
+    return [
+        {"input_ids": [n + 1] * (1 + n % longest), "labels": n % 2, "user": "ab"[n % 2], "uid": "xy"[n % 2]}
+        for n in range(size)
+    ]  # fmt: skip
+
+
+def test_training_and_test_items_that_are_padded_together_name_their_clients_by_keys_of_their_own():
+    test = [{**item, "uid": item["user"], "user": "?"} for item in words(8, 3)]
+    federation = from_dataset(
+        Items(words(20, 5)), "user", collate=pad, test=(Items(test), "uid"), classes=2
+    )
+    assert federation.client_names == ("a", "b")
+    assert federation.features == (5,)
+    for row, held in enumerate(federation.tests):
+        # The first of an item's numbers is its place, and every second item is of client b.
+        assert held.x[:, 0].tolist() == [1 + row, 3 + row, 5 + row, 7 + row]
+        own = federation.x[row][federation.split[row] >= 0][:, 0].tolist()
+        assert sorted(own) == [n + 1 for n in range(20) if n % 2 == row]
+
+
+def test_clients_of_training_items_may_be_a_list_where_those_of_test_items_are_a_key():
+    names = ["xy"[n % 2] for n in range(20)]
+    federation = from_dataset(
+        Items([{**item, "user": 0} for item in words(20, 5)]),
+        names,
+        transform=lambda x: x.float(),
+        collate=lambda items: pad([drop_keys(item, {"user"}) for item in items]),
+        inputs="input_ids",
+        test=(Items(words(8, 3)), "uid"),
+    )
+    assert [held.x[:, 0].tolist() for held in federation.tests] == [[1, 3, 5, 7], [2, 4, 6, 8]]
+
+
+def test_an_item_without_a_client_is_named_where_items_are_padded():
+    items = words(20, 5)
+    items[3]["user"] = None
+    with pytest.raises(DataError, match="clients has no value for sample 3"):
+        from_dataset(
+            Items(items),
+            "user",
+            collate=lambda rows: pad([drop_keys(r, {"uid"}) for r in rows]),
+            inputs="input_ids",
+        )
+
+
+def test_files_of_items_are_padded(tmp_path):
+    for name, size in (("train", 20), ("test", 8)):
+        items = [{**item, "uid": item["user"]} for item in words(size, 1)]
+        pq.write_table(pa.Table.from_pylist(items), tmp_path / f"{name}.parquet")
+    files = str(tmp_path / "train.parquet"), tmp_path / "test.parquet"
+    federation = from_dataset(files[0], "user", collate=pad, test=(files[1], "uid"), classes=2)
+    assert federation.client_names == ("a", "b")

@@ -208,6 +208,23 @@ def test_images_for_testing_are_normalized_by_those_for_training():
     assert source.test.x.tolist() == [[-1, -1, -1, -1, 0]]
 
 
+def test_named_parts_of_a_test_set_come_in_any_order():
+    image = np.arange(8, dtype=np.uint8).reshape(2, 1, 2, 2)
+    a, b = np.array([[1.5], [2.5]]), np.array([[3], [4]])
+    x = {"image": image, "a": a, "b": b}
+    # The image of the test set, all of 0, is normalized by the training images: all parts move.
+    held = {"b": b + 10, "a": a + 10, "image": image * 0}
+    source = Source.from_arrays(x, [0, 1], test=(held, [1, 0]), normalize="standard")
+    assert [part.name for part in source.parts] == ["image", "a", "b"]
+    mean, std = image.mean() / 255, image.std() / 255
+    assert source.test.x[:, 4:].tolist() == [[11.5, 13], [12.5, 14]]
+    assert torch.allclose(source.test.x[:, :4], torch.tensor(-mean / std).float(), atol=0.02)
+    with pytest.raises(DataError, match="test inputs are b: 1 whole numbers; training inputs are"):
+        Source.from_arrays(x, [0, 1], test=({"b": b}, [1, 0]))
+    with pytest.raises(DataError, match=r"test inputs are image: .* c: 1 numbers; training inputs"):
+        Source.from_arrays(x, [0, 1], test=({**x, "c": a}, [1, 0]))
+
+
 @pytest.mark.parametrize(
     ("x", "test", "message"),
     [

@@ -3,12 +3,14 @@
 import datetime
 import re
 import warnings
+from collections import Counter
 from dataclasses import astuple
 
 import numpy as np
 import pandas as pd
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -77,6 +79,94 @@ def test_every_kind_of_table_gives_the_same_federation(form, tmp_path):
     for row in made.x[made.split >= 0].tolist():
         age = int(row[0])
         assert row[1:] == [age % 2, 1 - age % 2, float(age % 3 == 0)]
+
+
+def as_type(values: list, kind: str) -> pa.Array:
+    """Text as a type of arrow; "dictionary of ..." makes categories of it."""
+    name = kind.removeprefix("dictionary of ")
+    made = pa.array(values, getattr(pa, name)())
+    if name == kind:
+        return made
+    words = sorted({value for value in values if value is not None})
+    codes = [None if value is None else words.index(value) for value in values]
+    return pa.DictionaryArray.from_arrays(pa.array(codes, pa.int8()), pa.array(words, made.type))
+
+
+TEXT_TYPES = ["string", "large_string", "string_view"]
+
+
+@pytest.mark.parametrize("kind", [*TEXT_TYPES, *[f"dictionary of {name}" for name in TEXT_TYPES]])
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
+def test_every_type_of_text_is_read_alike(kind, form, tmp_path):
+    """Also where an entry is empty, and an empty text is a category of its own."""
+    rows = [
+        (["red", "", "blue"][place % 3], f"{place % 2}", "ab"[place // 10]) for place in range(20)
+    ]
+    color, ill, site = map(list, zip(*rows, strict=True))
+    color[3] = color[13] = None
+    parts = [("train", "test")[place % 4 == 0] for place in range(20)]
+    columns = {"color": color, "ill": ill, "site": site, "part": parts}
+    made = pa.table({name: as_type(values, kind) for name, values in columns.items()})
+    # Of two chunks, the second of which starts in the middle of its memory.
+    made = pa.concat_tables([made.slice(0, 7), made.slice(7)])
+    if form == "parquet":
+        if kind == "dictionary of string_view":
+            pytest.skip("Arrow writes no such column to parquet")
+        pq.write_table(made, tmp_path / "t.parquet")
+        made = tmp_path / "t.parquet"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "column 'color' has '' ")
+        federation = from_table(
+            made, target="ill", client="site", split_column="part", impute="most-frequent"
+        )
+    assert federation.client_names == ("a", "b")
+    assert federation.class_names == ("0", "1")
+    assert federation.feature_names == ("color=", "color=blue", "color=red")
+    for client in range(2):
+        held = federation.tests[int(federation.test_of[client])]
+        pools = federation.x[client][federation.split[client] >= 0], held.x
+        for part, entries in zip(("train", "test"), pools, strict=True):
+            mine = [place for place in range(20) if place // 10 == client and parts[place] == part]
+            words = [color[place] for place in mine]
+            known = Counter(
+                (word == "", word == "blue", word == "red") for word in words if word is not None
+            )
+            found = Counter(map(tuple, entries.tolist()))
+            # What is more than the known entries fills the empty ones.
+            assert known <= found
+            assert (found - known).total() == words.count(None)
+            assert all(sum(row) == 1 for row in entries.tolist())
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.string_view()])
+def test_an_ordered_dictionary_of_any_text_keeps_its_order_and_all_of_its_categories(kind):
+    words = pa.array(["low", "high", "never"], kind)
+    color = pa.DictionaryArray.from_arrays(pa.array([1, 0] * 6), words, ordered=True)
+    table = pa.Table.from_pandas(patients()).set_column(1, "color", color)
+    made = from_table(table, target="ill", client="site", features=["color"])
+    assert made.feature_names == ("color=low", "color=high", "color=never")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (pa.array([b"x", b"y"] * 6), "holds bytes .binary.; decode them to text first"),
+        (pa.array([b"x", b"y"] * 6, pa.large_binary()), "holds bytes .large_binary."),
+        (pa.array([b"x", b"y"] * 6, pa.binary_view()), "holds bytes .binary_view."),
+        (pa.array([b"x", b"y"] * 6, pa.binary(1)), "holds bytes .fixed_size_binary.1.."),
+        (pa.array([b"x", b"y"] * 6).dictionary_encode(), "holds bytes .binary."),
+        (pa.array([datetime.date(2026, 1, 1 + n % 2) for n in range(12)]).dictionary_encode(), "dates or times .date32"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["color", "ill"])
+def test_categories_are_text_or_numbers(name, values, message):
+    """Others would be a name such as "b'x'", and no schema could store them."""
+    table = pa.Table.from_pandas(patients())
+    table = table.set_column(table.column_names.index(name), name, values)
+    with pytest.raises(
+        DataError, match=f"column '{name}' {message}|column '{name}' holds {message}"
+    ):
+        from_table(table, target="ill", client="site")
 
 
 def test_codes_beside_numbers_are_an_input_of_two_tensors():
