@@ -4,6 +4,7 @@
     python benchmarks/network.py floods       held connections and floods, by strangers, by a member
     python benchmarks/network.py renewals     a new key and a removal while all members exchange
     python benchmarks/network.py parity       six nodes and the simulation, method by method
+    python benchmarks/network.py behind       eight, of which six only dial out by one proxy and one relay
     python benchmarks/network.py replay       a run with a killed node, replayed in the simulator
     python benchmarks/network.py churn        twelve nodes: four killed, two restarted, one cut off
     python benchmarks/network.py churn-pens   the same with PENS instead of DAC
@@ -56,6 +57,7 @@ MEASUREMENTS = {
     "floods": floods.floods,
     "renewals": network_roster.renewals,
     "parity": network_parity.parity,
+    "behind": network_parity.behind,
     "replay": network_parity.replays,
     "churn": network_churn.churn,
     "churn-pens": partial(network_churn.churn, method="pens"),
@@ -81,7 +83,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=MEASUREMENTS)
-    parser.add_argument("--methods", nargs="*", default=[], help="parity: only these")
+    parser.add_argument("--methods", nargs="*", default=[], help="parity, behind: only these")
     parser.add_argument("--minutes", type=float, default=60.0, help="hour: how long")
     parser.add_argument(
         "--before", type=Path, help="efficiency: an older checkout with its .venv, measured in turn"
@@ -99,8 +101,8 @@ def main() -> None:
 
     began, folder = time.perf_counter(), Path(tempfile.mkdtemp(prefix="coterie-network-"))
     try:
-        if given.what == "parity":
-            network_parity.parity(emit, folder, given.methods)
+        if given.what in ("parity", "behind"):
+            MEASUREMENTS[given.what](emit, folder, given.methods)
         elif given.what == "hour":
             network_soak.soak_for(emit, folder, minutes=given.minutes)
         elif given.what == "efficiency":

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import netlab
 import pandas as pd
+from web_proxy import WebProxy
 
 from coterie.net import fleet
 from coterie.net.process import ALONE
@@ -62,9 +63,24 @@ def compare(nodes: list[Path], simulated: Path) -> netlab.Result:
     }
 
 
-def run_nodes(place: Path, study, port: int, kill: str | None = None) -> list[str]:
-    """Run all nodes to their end; with `kill`, that one is killed after two rounds and started again."""
-    files = fleet.lay_out(place, study, port=port, network=NETWORK)
+def run_nodes(
+    place: Path, study, port: int, kill: str | None = None, proxy: str = "", outbound=()
+) -> list[str]:
+    """Run all nodes to their end.
+
+    Args:
+        place: their folder.
+        study: of one run.
+        port: of the first node.
+        kill: a node that is killed after two rounds and started again.
+        proxy: by which all dial.
+        outbound: numbers of the nodes that only dial out; they have a relay.
+    """
+    files = fleet.lay_out(
+        place, study, port=port, network={**NETWORK, "proxy": proxy}, outbound=outbound,
+        relays=min(1, len(outbound)),
+    )  # fmt: skip
+    relays = {path.stem: path for path in place.glob("relay-*.toml")}
     (place / "logs").mkdir()
     pending = {kill} if kill else set()
 
@@ -73,13 +89,13 @@ def run_nodes(place: Path, study, port: int, kill: str | None = None) -> list[st
             pending.clear()
             nodes.processes[name].kill()
 
-    with fleet.Fleet(files, logs=place / "logs", listener=listen) as nodes:
-        for name in files:
+    with fleet.Fleet({**files, **relays}, logs=place / "logs", listener=listen) as nodes:
+        for name in (*relays, *files):
             nodes.start(name)
         if kill:
             nodes.processes[kill].wait(300)
             nodes.start(kill)
-        statuses = nodes.wait(900)
+        statuses = {name: nodes.processes[name].wait(900) for name in files}
     # Around a kill a round can pass without any message of others, which the status says.
     assert set(statuses.values()) <= ({0, ALONE} if kill else {0}), statuses
     return list(files)
@@ -95,6 +111,23 @@ def parity(emit: netlab.Emit, folder: Path, chosen: list[str], port: int = 27000
         nodes = [netlab.folder_of(place / "nodes" / name, study) for name in names]
         found = compare(nodes, netlab.folder_of(place / "simulated", study))
         emit({"method": method, "nodes": NODES, "rounds": ROUNDS, **found,
+              "seconds": round(time.perf_counter() - began, 1)})  # fmt: skip
+
+
+def behind(emit: netlab.Emit, folder: Path, chosen: list[str], port: int = 27400) -> None:
+    """Run every method between eight nodes, of which six only dial out, by one proxy and one relay."""
+    for number, method in enumerate(chosen or METHODS):
+        place, began = folder / f"behind-{number}", time.perf_counter()
+        study = netlab.study_of(METHODS[method], clients=8, rounds=ROUNDS)
+        with WebProxy(port + 11 * number + 10) as proxy:
+            names = run_nodes(
+                place, study, port + 11 * number, proxy=proxy.url, outbound=range(2, 8)
+            )
+        run_study(study, out=place / "simulated")
+        nodes = [netlab.folder_of(place / "nodes" / name, study) for name in names]
+        found = compare(nodes, netlab.folder_of(place / "simulated", study))
+        emit({"method": method, "nodes": 8, "only dial out": 6, "rounds": ROUNDS, **found,
+              "dialed by the proxy": len(set(proxy.asked)),
               "seconds": round(time.perf_counter() - began, 1)})  # fmt: skip
 
 

@@ -46,29 +46,35 @@ def range_of(values: Sequence[float], unit: str = "") -> str:
 def parity(found: Results) -> str:
     """Return the part on nodes and simulation."""
     first = found[0]
-    rows = [
-        (
-            r["method"],
-            yes(r["same_peers"]),
-            yes(r["same_edges"] and r["same_metrics"]),
-            number(r["largest_difference"]),
-        )
-        for r in found
-    ]
     return (
         f"{first['nodes']} nodes as processes, {first['rounds']} rounds, compared with the simulation with the same "
         "seed and engine: the peers of every round, weights, bytes and metrics, and the largest difference of a "
-        "parameter at the end.\n\n"
-        + table(
-            (
-                "method",
-                "same peers in every round",
-                "same weights, bytes and metrics",
-                "largest difference",
-            ),
-            rows,
-        )
+        "parameter at the end.\n\n" + compare_methods(found)
     )
+
+
+def behind(found: Results) -> str:
+    """Return the part on members that only dial out, by a proxy."""
+    first = found[0]
+    return (
+        f"As above, between {first['nodes']} members of which {first['only dial out']} accept no connection: all dial by "
+        "one HTTP proxy, and reach each other by one relay.\n\n" + compare_methods(found)
+    )
+
+
+def compare_methods(found: Results) -> str:
+    """Return a table of methods whose nodes were compared with the simulation."""
+    head = (
+        "method",
+        "same peers in every round",
+        "same weights, bytes and metrics",
+        "largest difference",
+    )
+    rows = []
+    for r in found:
+        same = yes(r["same_edges"] and r["same_metrics"])
+        rows.append((r["method"], yes(r["same_peers"]), same, number(r["largest_difference"])))
+    return table(head, rows)
 
 
 def replay(found: Results) -> str:
@@ -408,6 +414,7 @@ def efficiency(found: Results) -> str:
 
 SECTIONS = (
     ("Parity with the simulation", "network/parity", parity),
+    ("Behind one proxy and one relay", "network/behind", behind),
     ("Failures, replayed", "network/replay", replay),
     ("Churn", "network/churn", lived_through),
     ("Churn with PENS", "network/churn-pens", lived_through),

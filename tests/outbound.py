@@ -34,9 +34,10 @@ def settle(node: GrpcServer) -> None:
 
 
 class Net:
-    """Members and relays with certificates, inside this program."""
+    """Members and relays with certificates, inside this program; some dial by a proxy."""
 
-    def __init__(self, stack: ExitStack, folder, groups: int, **options) -> None:
+    def __init__(self, stack: ExitStack, folder, groups: int, proxies=None, **options) -> None:
+        self.proxies = {f"n{i}": one.url for i, one in (proxies or {}).items()}
         who, _ = local.make_members([[i] for i in range(groups)], **options)
         self.roster, people = local.create_credentials(folder, who)
         self.people = {own.name: own for own in people}
@@ -54,7 +55,10 @@ class Net:
         return [about for who, what, about in self.events if (who, what) == (name, event)]
 
     def start(self, name: str) -> GrpcTransport:
-        made = GrpcTransport(self.roster, name, self.people[name], log=self._log(name))
+        made = GrpcTransport(
+            self.roster, name, self.people[name], proxy=self.proxies.get(name, ""),
+            log=self._log(name),
+        )  # fmt: skip
         made.serve_head(lambda nonce: f"{name} {nonce}".encode())
         return self.stack.enter_context(made)
 

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 from tests.selection import full
 
+from benchmarks.web_proxy import WebProxy
 from coterie.net import fleet
 from coterie.studies import config
 from coterie.studies.run import run_study
@@ -92,6 +93,28 @@ def test_members_that_only_dial_out_end_with_the_bytes_of_the_simulation(
             nodes.start(name)
         for name in files:
             assert nodes.processes[name].wait(120) == 0, (tmp_path / f"{name}.log").read_text()
+    check_equal(tmp_path, study, list(files))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["dac", "fedavg"])
+def test_eight_members_of_which_six_dial_out_through_one_proxy_and_one_relay(tmp_path, port, label):
+    """The bytes of the simulation; all connections to others are made by the proxy."""
+    text = STUDY.replace("num_clients = 4", "num_clients = 8")
+    study = config.parse_study_text(text).select_run(label, 0)
+    with WebProxy(port + 50) as proxy:
+        network = {**PATIENT, "min_peers": 7, "proxy": proxy.url}
+        files = fleet.lay_out(
+            tmp_path, study, port=port, network=network, outbound=[2, 3, 4, 5, 6, 7], relays=1
+        )
+        more = relay_files(tmp_path, 1)
+        with fleet.Fleet({**files, **more}, logs=tmp_path) as nodes:
+            for name in (*more, *files):
+                nodes.start(name)
+            for name in files:
+                assert nodes.processes[name].wait(240) == 0, (tmp_path / f"{name}.log").read_text()
+        # Two members and the relay are dialed; nobody else can be.
+        assert len(set(proxy.asked)) == 3
     check_equal(tmp_path, study, list(files))
 
 

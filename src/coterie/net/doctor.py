@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from coterie.data.federation import Federation
 from coterie.data.schema import TableSchema
@@ -25,6 +26,7 @@ from coterie.net.node import Node, RunSpec
 from coterie.net.nodefile import NodeFile
 from coterie.net.payload import escape_text
 from coterie.net.post import Post
+from coterie.net.proxy import ProxyRefusedError, connect, find_proxy
 from coterie.net.roster import Member, Roster
 from coterie.net.transport import Delivery
 from coterie.rng import Rng
@@ -86,7 +88,7 @@ def check_node(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
     report(f"trains on {plan.settings.device}; {devices.describe_devices()}")
     if check_port(patient, report):
         with open_visitor(patient, insecure=insecure) as node:
-            for sentence, good in _check_others(node):
+            for sentence, good in _check_others(node, file.network.proxy):
                 report(sentence, good)
     return fine
 
@@ -192,16 +194,16 @@ def open_visitor(patient: Patient, *, insecure: bool = False) -> Iterator[Node]:
             node.close()
 
 
-def _check_others(node: Node) -> Iterator[tuple[str, bool]]:
+def _check_others(node: Node, proxy: str = "") -> Iterator[tuple[str, bool]]:
     """Results for each other member, for the model, and for a round."""
     roster, rates = node.roster, []
     heads_found = node.look_around(_LOOK)
     for relay in roster.relays:
-        yield check_relay(relay)
+        yield check_relay(relay, proxy)
     for name in node.other_members:
         at = str(roster.member(name))
         if name not in heads_found:
-            yield f"{at}: no answer ({explain_silence(roster.member(name))})", False
+            yield f"{at}: no answer ({explain_silence(roster.member(name), proxy)})", False
             continue
         before = time.time()
         # A new head, since that of `look_around` may be seconds old, which would count as skew.
@@ -326,36 +328,53 @@ def find_shapes(
     return None
 
 
-def check_relay(relay: Member) -> tuple[str, bool]:
-    """Return what a connection shows of a relay, and whether it can be dialed."""
+def check_relay(relay: Member, proxy: str = "") -> tuple[str, bool]:
+    """Return what a connection shows of a relay, and whether it can be dialed.
+
+    Args:
+        relay: the relay.
+        proxy: see `NetworkSettings.proxy`.
+    """
+    at = relay.host_and_port
     try:
-        with socket.create_connection(relay.host_and_port, timeout=_CONNECT):
+        with connect(at, find_proxy(proxy, at[0]), _CONNECT):
             return f"relay {relay}: its port is open", True
     except OSError:
-        return f"relay {relay}: {explain_silence(relay)}", False
+        return f"relay {relay}: {explain_silence(relay, proxy)}", False
 
 
-def explain_silence(member: Member) -> str:
-    """Say why a member does not answer at its address, as far as a connection shows it."""
+def explain_silence(member: Member, proxy: str = "") -> str:
+    """Say why a member does not answer at its address, as far as a connection shows it.
+
+    Args:
+        member: the member.
+        proxy: see `NetworkSettings.proxy`.
+    """
     if member.is_outbound:
         return (
             "it has opened no stream to this node or to a relay: it does not run, or cannot dial "
             "out"
         )
-    host, port = member.host_and_port
+    (host, port), url = member.host_and_port, find_proxy(proxy, member.host_and_port[0])
+    # Without the user and the password that a proxy of the environment may have.
+    dialed = host if url is None else f"{urlsplit(url).hostname} of the proxy"
     try:
-        with socket.create_connection((host, port), timeout=_CONNECT):
+        with connect((host, port), url, _CONNECT):
             return (
                 "its port is open, but it does not answer as this member: another program, an "
                 "older roster, or a device in between that opens TLS"
             )
-    # The three kinds that say more are OSErrors, too, and come first.
+    # The four kinds that say more are OSErrors, too, and come first.
+    except ProxyRefusedError as error:
+        return f"{error}; it has to allow CONNECT to {host} at port {port}"
     except socket.gaierror:
-        return f"the host name {host} is not known here: DNS"
+        return f"the host name {dialed} is not known here: DNS"
     except TimeoutError:
         why = "a firewall drops packets, or the machine is off"
-        return f"no connection within {_CONNECT:.0f} s: {why}"
+        return f"no connection to {dialed} within {_CONNECT:.0f} s: {why}"
     except ConnectionRefusedError:
+        if url is not None:
+            return f"no proxy listens at {dialed}"
         return "nothing listens there: the machine is on, and its node or rehearsal does not run"
     except OSError as error:
         return f"no connection: {error.strerror or type(error).__name__}"

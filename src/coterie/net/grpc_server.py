@@ -29,6 +29,7 @@ from coterie.net.identity import Identity
 from coterie.net.log import RateLimit, Sample
 from coterie.net.outbox import REASONS, Missing
 from coterie.net.payload import Refused, escape_text, parse_strict_json
+from coterie.net.proxy import find_proxy
 from coterie.net.roster import Member, Roster
 from coterie.net.wire import CHUNK, MAX_MANIFEST, SIGNATURE, VERSION, canonical_json
 
@@ -115,6 +116,7 @@ class GrpcServer:
         name: of this process.
         identity: its key and certificate; None for plain TCP.
         lease: seconds without a sign of life after which a link counts as lost.
+        proxy: by which it dials others; see `NetworkSettings.proxy`.
         log: receives events (see `log.Log`).
 
     Attributes:
@@ -132,9 +134,11 @@ class GrpcServer:
         identity: Identity | None,
         *,
         lease: float = 10.0,
+        proxy: str = "",
         log: Callable[..., None] = lambda event, **details: None,
     ) -> None:
         self.name, self._log, self._identity, self._lease = name, log, identity, lease
+        self._proxy = proxy
         self.turned_away: Counter[str] = Counter()
         self._refusals: dict[tuple[str, str], RateLimit] = {}
         self._serving: dict[str, set[asyncio.Task[Any]]] = {}
@@ -212,6 +216,13 @@ class GrpcServer:
 
     # ------------------------------------------------------------------ dialing
 
+    def find_proxy(self, member: Member) -> str | None:
+        """Return the proxy by which a member is dialed; None where it is dialed directly."""
+        # A member that only dials out is reached at a door on this machine.
+        if member.is_outbound:
+            return None
+        return find_proxy(self._proxy, member.host_and_port[0])
+
     def dial(self, member: Member, at: tuple[str, int], wait: float) -> grpc.aio.Channel:
         """Return a connection to somebody on the roster, whose certificate must have its key.
 
@@ -225,7 +236,6 @@ class GrpcServer:
             *_link_options(self._lease),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.max_receive_message_length", MAX_FRAME),
-            ("grpc.enable_http_proxy", 0),
             # A new link begins without the pauses of an old one.
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.initial_reconnect_backoff_ms", 500),
@@ -233,6 +243,12 @@ class GrpcServer:
             ("grpc.min_reconnect_backoff_ms", 5000),
             ("grpc.max_reconnect_backoff_ms", int(1000 * wait)),
         ]
+        # Without it the library would take a proxy of the environment unasked.
+        options.append(
+            ("grpc.enable_http_proxy", int((proxy := self.find_proxy(member)) is not None))
+        )
+        if proxy is not None:
+            options.append(("grpc.http_proxy", proxy))
         target = f"ipv6:[{host}]:{port}" if ":" in host else f"dns:///{host}:{port}"
         if (own := self._identity) is None:
             return grpc.aio.insecure_channel(target, options)

@@ -42,6 +42,7 @@ from coterie.net.identity import Identity, split_address
 from coterie.net.log import RateLimit
 from coterie.net.outbox import NO_LAST, Missing, Outbox
 from coterie.net.payload import Refused, escape_text
+from coterie.net.proxy import connect
 from coterie.net.roster import Member, Roster
 from coterie.net.transport import WAIT, Delivery, HeadSource
 from coterie.net.tunnel import Tunnels
@@ -178,6 +179,7 @@ class GrpcTransport(GrpcServer):
             forwards).
         lease: seconds without a sign of life after which a link counts as lost: 10 over long
             distances, 3 in one building.
+        proxy: by which it dials others; see `NetworkSettings.proxy`.
         log: receives events (see `log.Log`).
 
     Attributes:
@@ -195,13 +197,14 @@ class GrpcTransport(GrpcServer):
         *,
         listen: str | None = None,
         lease: float = 10.0,
+        proxy: str = "",
         log: Callable[..., None] = lambda event, **details: None,
     ) -> None:
         if identity is None:
             check_loopback(roster, listen)
         elif identity.name != name:
             raise TransportError(f"the certificate is {identity.name}'s; this node is {name}")
-        super().__init__(roster, name, identity, lease=lease, log=log)
+        super().__init__(roster, name, identity, lease=lease, proxy=proxy, log=log)
         self._address = listen or roster.member(name).address
         self._is_outbound = roster.member(name).is_outbound
         self._head: HeadSource | None = None
@@ -300,10 +303,14 @@ class GrpcTransport(GrpcServer):
             async with asyncio.timeout(seconds):
                 if member.is_outbound:
                     return await self._tunnels.prepare(member.name)
-                host, port = member.host_and_port
-                found, _ = await self._loop.create_connection(asyncio.Protocol, host, port)
                 # The library cannot say quickly that nobody listens, so a plain connection is tried
                 # first.
+                if (proxy := self.find_proxy(member)) is not None:
+                    at = member.host_and_port
+                    (await asyncio.to_thread(connect, at, proxy, seconds)).close()
+                    return None
+                host, port = member.host_and_port
+                found, _ = await self._loop.create_connection(asyncio.Protocol, host, port)
                 found.close()
         except (OSError, TimeoutError) as error:
             return Missing("unreachable", None, escape_text(error))
@@ -371,8 +378,13 @@ class GrpcTransport(GrpcServer):
         context.set_alpn_protocols(["h2"])
         try:
             async with asyncio.timeout(_CONNECT):
-                host, port = await self._locate(member)
-                _, writer = await asyncio.open_connection(host, port, ssl=context)
+                at, proxy = await self._locate(member), self.find_proxy(member)
+                where: dict[str, Any] = {"host": at[0], "port": at[1]}
+                if proxy is not None:
+                    made = await asyncio.to_thread(connect, at, proxy, _CONNECT)
+                    made.setblocking(False)
+                    where = {"sock": made, "server_hostname": at[0]}
+                _, writer = await asyncio.open_connection(**where, ssl=context)
             shown = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
             writer.transport.abort()
             key, end = read_certificate(ssl.DER_cert_to_PEM_cert(shown).encode())

@@ -31,6 +31,7 @@ from coterie.methods.base import Method
 from coterie.net.identity import Identity
 from coterie.net.node import Patience, RunSpec
 from coterie.net.post import Terms
+from coterie.net.proxy import check_proxy
 from coterie.net.wire import CHUNK
 from coterie.rng import Rng
 from coterie.runtime.settings import Settings
@@ -104,6 +105,9 @@ class NetworkSettings(Configurable):
             "unlimited" to wait for them as long as it takes.
         lease: seconds without a sign of life after which a member counts as down; 10 over long
             distances, 3 in one building.
+        proxy: the HTTP proxy by which other machines are dialed, as "http://host:port";
+            "environment" for that of https_proxy and no_proxy, which may have a user and a
+            password; "" to dial them directly.
     """
 
     deadline: NonNegativeFloat = 0.0
@@ -118,6 +122,11 @@ class NetworkSettings(Configurable):
     linger: NonNegativeFloat | Literal["unlimited"] = 120.0
     # A second at least: half of it is the shortest interval of pings that servers allow.
     lease: Annotated[float, Ge(1)] = 10.0
+    proxy: str = ""
+
+    def check(self) -> None:
+        """A proxy is one that can be used."""
+        check_proxy(self.proxy)
 
     @property
     def terms(self) -> Terms:

@@ -97,6 +97,7 @@ def open_transport(
         None if insecure else own,
         listen=file.listen or None,
         lease=file.network.lease,
+        proxy=file.network.proxy,
         log=log,
     )
 

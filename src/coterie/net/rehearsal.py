@@ -44,12 +44,14 @@ class Rehearsal:
         node: this node, which answers and takes no part.
         say: called with each result: a sentence, and whether it is good.
         askers: returns the members whose questions have come so far.
+        proxy: see `NetworkSettings.proxy`.
         found: by member.
     """
 
     node: Node
     say: Say
     askers: Callable[[], frozenset[str]]
+    proxy: str = ""
     found: dict[str, Directions] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,7 +103,7 @@ class Rehearsal:
         for name, one in sorted(self.found.items()):
             member = self.node.roster.member(name)
             if not one.out and one.head is None:
-                self.say(f"to {member}: {doctor.explain_silence(member)}", False)
+                self.say(f"to {member}: {doctor.explain_silence(member, self.proxy)}", False)
             if not one.came:
                 self.say(
                     f"from {name}: nothing came in {where}; what its rehearsal says of this "
@@ -147,7 +149,9 @@ def rehearse(file: NodeFile, say: Say, *, seconds: float, insecure: bool = False
         at = "relays" if own.is_outbound else file.listen or own.address
         names = ", ".join(node.other_members[:10])
         report(f"listening at {at} for {seconds:.0f} s; the others rehearse now, too: {names}")
-        tried = Rehearsal(node, report, lambda: frozenset(transport.last_questions))
+        tried = Rehearsal(
+            node, report, lambda: frozenset(transport.last_questions), file.network.proxy
+        )
         while not tried.is_complete and time.monotonic() < until:
             tried.look()
             if not tried.is_complete:
