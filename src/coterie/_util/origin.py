@@ -101,7 +101,7 @@ def describe_hardware() -> dict[str, Any]:
     Processors of one name may have different vector instructions (`vectors`, as torch calls them),
     which add in another order.
     """
-    import torch  # late: commands that only read do without it
+    import torch  # imported late: commands that only read results do without it
 
     processor, info = platform.machine(), Path("/proc/cpuinfo")
     if info.exists():
@@ -120,7 +120,7 @@ def describe_hardware() -> dict[str, Any]:
 
 
 def get_versions(*names: str) -> dict[str, str]:
-    """Return the installed versions of some packages; "unknown" where there is none."""
+    """Return the installed versions of some packages; "unknown" for one that is not installed."""
     found = {}
     for name in names:
         try:
@@ -149,7 +149,7 @@ def make_origin(
     """Return everything that a stored result depends on: code, command, settings and machine.
 
     Args:
-        speaks_of: the parts of the package whose results they are, as paths below it: "net",
+        speaks_of: the parts of the package that the results measure, as paths below it: "net",
             "methods/dac.py".
         config: the settings.
         seeds: of all random streams.

@@ -243,7 +243,7 @@ def move_member(
 ) -> None:
     """Give a member another address: sign the next version of the roster.
 
-    Its key and certificate go on counting. Running nodes dial the new address
+    Its key and certificate stay valid. Running nodes dial the new address
     from their next round on; the member itself starts its node there.
 
     [bold]Example[/bold]
@@ -368,7 +368,7 @@ def audit_logs(
         Path, typer.Option(help="The organizer's public key, with --roster.")
     ] = Path("organizer.pub"),
 ) -> None:
-    """Check the audit logs of nodes, summarize them, and compare each two of one run.
+    """Check the audit logs of nodes, summarize them, and compare all pairs of one run.
 
     A node writes its log to `runs`/NAME. WRONG says that a log was changed, that two
     contradict each other, or that a member signed two messages for one address: the
@@ -422,13 +422,12 @@ def audit_logs(
 
 
 def _compare_logs(reports: Sequence[Any]) -> tuple[int, int]:
-    """Compare each two logs and print what is found; return how much is wrong and how much open."""
+    """Compare every pair of logs, print what is found, and count what is wrong and what is open."""
     from itertools import combinations
 
     from coterie.net import auditor
 
     wrong_in_all = open_in_all = 0
-    # Each two logs once.
     for a, b in combinations(reports, 2):
         if a.run != b.run or a.node == b.node:
             _print_wrapped(
@@ -752,7 +751,7 @@ def _describe_engine(
     work = Workload(train_samples=samples, batch_size=batch_size)
     with warnings.catch_warnings():
         # A fallback to a slower engine warns; `doctor` prints the reason itself.
-        warnings.simplefilter("ignore")  # the reason says the same
+        warnings.simplefilter("ignore")
         found = engine.make_engine("auto", layout, engine.cross_entropy, x, y, work)
     return found.reason
 

@@ -171,7 +171,7 @@ def _make_source(
     label: str | None,
     standard: Constants | None,
 ) -> Source:
-    """Make a source from decoded splits, from the cache or from the tables of `read`."""
+    """Make a source; splits are decoded from the tables of `read` where the cache has none."""
     place = _cache_file(name, files, origin)
     cached = _load_cache(place)
     # Damaged or missing: whatever the reason, decoding again mends it.

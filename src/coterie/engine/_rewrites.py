@@ -1,4 +1,4 @@
-"""Functions of PyTorch in other words: faster, or independent of other hosted clients.
+"""Functions of PyTorch, computed otherwise: faster, or independent of other hosted clients.
 
 The engines apply them while a module runs; the module and its layers stay what they are.
 """
@@ -46,7 +46,7 @@ class UnbatchedProducts(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under the mode, so PyTorch need not load its compiler (a second)."""
+        """Return False: nothing is compiled under the mode, and loading the compiler takes a second."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,7 +64,7 @@ def grad_and_value(
 ) -> Callable[..., tuple[Any, tuple[Tensor, Any]]]:
     """Like `torch.func.grad_and_value(function, has_aux=True)`, for a dict of tensors.
 
-    PyTorch's own loads its compiler (a second) to switch off what is not on.
+    PyTorch's own loads its compiler, which takes a second, only to switch it off.
     """
     import torch._functorch.eager_transforms as steps
 
@@ -240,7 +240,7 @@ class _ExtractWindows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Add up what the windows say of each pixel."""
+        """Add up the gradients of each pixel over the windows that it is in."""
         # Places in the slice of one kernel entry are distinct; the entries come in a fixed order,
         # so that the sums always round alike.
         found = grads[0].new_zeros(ctx.size)
@@ -368,8 +368,9 @@ def _count_batches(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
 
 
 def with_counted_batches(module: nn.Module) -> nn.Module:
-    """Return a module whose batch normalizations need no momentum; itself where all have one.
+    """Return a copy whose batch normalizations without a momentum can run for many models at once.
 
+    It is the module itself where there are none.
     Layers keep their type, name and attributes: the copy's layers have a `forward` of their own.
     """
 

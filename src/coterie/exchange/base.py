@@ -102,7 +102,7 @@ class Message:
     def __len__(self) -> int:
         return len(self.params)
 
-    def take_rows(self, rows: Int[Tensor, " take_rows"]) -> "Message":
+    def take_rows(self, rows: Int[Tensor, " rows"]) -> "Message":
         """Return some of the rows; without a copy when they are all rows in order."""
         if torch.equal(rows, torch.arange(len(self))):
             return self

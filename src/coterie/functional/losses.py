@@ -181,7 +181,7 @@ def to_probabilities(
 
     Args:
         form: of the outputs, see `functional.scores`.
-        outputs: logits. Where each of two classes has one logit in all, it is the second class's.
+        outputs: logits. Where two classes have one logit between them, it is that of the second.
         class_axis: see `Loss`.
 
     Raises:
@@ -615,7 +615,8 @@ class Dice(_Pixels):
 
     Args:
         ignore_index: the target of a pixel that does not count.
-        smooth: $s$; the larger, the less a class counts that a sample has few pixels of.
+        smooth: $s$; the larger it is, the less those classes count that have few pixels in a
+            sample.
         cross_entropy: weight of the mean cross-entropy of pixels that is added.
     """
 
@@ -1061,7 +1062,8 @@ def cast_targets(
 ) -> Shaped[Tensor, "*shape"]:
     """Return targets as the losses take them: whole numbers as int64, numbers as `dtype`.
 
-    Yes and no, and the targets of a custom function, keep the kind that they are stored as.
+    Targets of yes and no, and those of a custom function, stay whole numbers or floating-point
+    numbers, as they are stored.
 
     Args:
         loss: the loss that takes them.

@@ -43,7 +43,8 @@ class Metric(Configurable):
         better: which values are better; None where neither is.
         unit: the unit of a shown value, such as "%"; empty for a plain number.
         scale: the factor from a value to its unit.
-        digits: decimals of a shown value; None for four significant digits.
+        digits: decimals of a shown value, of which narrow tables show one at most; None for four
+            significant digits.
         over: "client": a value of each client, averaged over clients and over clusters; "run": one
             value of the whole run (or round), the same at every client.
         shown: "result": in the tables that compare methods; "further": in tables next to them;

@@ -35,7 +35,7 @@ from coterie.models.layout import Layout, ModelFactory
 from coterie.rng import Rng
 
 Info = Mapping[str, Tensor]
-"""Everything a round reports, one row a hosted client. Nothing later depends on it.
+"""Everything a round reports, a row for each hosted client. Nothing later depends on it.
 
 Kept as metrics: `loss` (training), `diverged`, what a method may count of its cost
 (`metrics.COSTS`; `extra_models` and `extra_floats` are traffic in addition to the pulled models, in
@@ -391,14 +391,18 @@ class Method(Configurable, ABC):
     ) -> tuple[Float[Tensor, "clients params"], Info]:
         """Return the model that serves each hosted client now, for evaluation, and a report.
 
-        Called between rounds with all hosted clients, those outside the last cohort included.
-        Server-based methods fetch the newest models; `label` in the second value is the found
-        cluster.
+        Called only where the method has a server, from which it fetches the newest models; clients
+        of other methods are tested with `State.params`. It is called between rounds with all
+        hosted clients, those outside the last cohort included; `label` in the second value is the
+        found cluster.
         """
         return state.params, {}
 
     def newcomer_model(self, rnd: Round, state: State) -> Float[Tensor, "clients params"]:
-        """Return the model for a newcomer in each hosted client's cluster: never a personal one."""
+        """Return the model for a newcomer in each hosted client's cluster: never a personal one.
+
+        Called only where the method has a server.
+        """
         return self.serving_model(rnd, state)[0]
 
     def cost(self, setting: CostSetting, phase: Phase) -> Cost:

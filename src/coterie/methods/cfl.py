@@ -22,7 +22,7 @@ class CflClusters(Clusters):
     r"""Clusters, and the last update of each client (no columns with full participation).
 
     Args:
-        last: $\\Delta_k$ of the trained parameters.
+        last: $\Delta_k$ of the trained parameters.
         since: the round it is from; -1 for never.
     """
 

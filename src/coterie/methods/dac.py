@@ -42,7 +42,7 @@ from coterie.methods.peer_table import (
 from coterie.rng import Rng
 
 Similarity = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad", "cos_product", "agreement"]
-# Similarities of what models return for a client's training data; others compare their numbers.
+# Similarities of what models return for a client's training data; the others compare parameters.
 _BY_OUTPUTS = ("inv_loss", "agreement")
 
 
@@ -69,7 +69,7 @@ def pull_and_measure(
     kind: Similarity,
     eps: float,
 ) -> MeasuredInbox:
-    r"""Pull models and measure them: by the loss of $w_j$ on the client's data, or by a product.
+    r"""Pull models and measure how similar each $w_j$ is to the client's own, by the given kind.
 
     Args:
         rnd: the round.
@@ -421,7 +421,7 @@ class Dac(PeerMethod):
     table: PositiveInt | None = None
 
     def check(self) -> None:
-        """Parameters are compared at home only; a table serves the draw by similarity alone."""
+        """Refuse a push of a similarity other than "inv_loss", and what does not go with a table."""
         fits = self.loss_direction == "pull" or self.similarity == "inv_loss"
         require(
             fits, "loss_direction", self.loss_direction, "'pull' unless similarity = 'inv_loss'"

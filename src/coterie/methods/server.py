@@ -92,7 +92,7 @@ class Clusters:
     r"""The server's models and who belongs to which; unclustered methods have one.
 
     Args:
-        models: $\\theta_c$.
+        models: $\theta_c$.
         velocity: $v_c$ of the server's momentum, in float64; no columns without momentum.
         label: the cluster of each member of the population.
     """
@@ -108,8 +108,8 @@ class Averaging:
 
     Args:
         weights: by training samples ($n_k / n_P$), or all alike.
-        momentum: of the server ($\\beta$).
-        lr: of the server ($\\eta_s$).
+        momentum: of the server ($\beta$).
+        lr: of the server ($\eta_s$).
         nesterov: whether the momentum looks ahead.
         rule: merges what came back, instead of the mean; as `robust.make_rule` takes it.
     """
@@ -181,7 +181,7 @@ class Averaging:
         least: int | Tensor,
         context: ServerContext | None = None,
     ) -> Any:
-        """Move models of a `Clusters`-like state, except with fewer than `min_updates` updates.
+        """Move the models of a state like `Clusters`, except those with fewer than `least` updates.
 
         Args:
             shared: has `models` and `velocity`.
@@ -245,7 +245,11 @@ NO_MODEL = ReplyForm(0)
 
 @dataclass(frozen=True)
 class ServerMethod(Method):
-    """A method with a server: subclasses write `aggregate`, and what else differs from FedAvg."""
+    """A method with a server: subclasses write `aggregate`, and what else differs from FedAvg.
+
+    The server's state is a frozen dataclass of tensors. `reply` reads its `models` and `label`, as
+    `Clusters` has them: a state without these needs a `reply` of its own.
+    """
 
     server: ClassVar[bool] = True
     exchanges: ClassVar[int] = 2
@@ -333,7 +337,11 @@ class ServerMethod(Method):
         return None
 
     def init_server_state(self, task: Task, rng: Rng) -> Any:
-        """Return the server's state before the first round."""
+        """Return the server's state before the first round.
+
+        Every process makes it, with the task of the clients that it hosts, so it must not depend on
+        their data.
+        """
         return self.averaging.init_clusters(task.draw_models(rng, 1), task.population, task.layout)
 
     def init_state(self, task: Task, rng: Rng) -> State:

@@ -20,8 +20,8 @@ def newest_backed_round(rounds: Iterable[int], others: int) -> int:
     """Return the newest round that more than half of the others say they have reached; -1 for none.
 
     Args:
-        rounds: the rounds in their signed heads. Who did not answer counts as one that has reached
-            none.
+        rounds: the rounds in their signed heads. A member that did not answer counts as one that
+            has reached none.
         others: how many other members there are.
     """
     claims, needed = sorted(rounds, reverse=True), others // 2 + 1
@@ -57,5 +57,5 @@ class RunClock:
             return None
         # A clock that was set back gives no negative time.
         elapsed = max(0.0, self._clock() - self.since)
-        # KEEP: as far ahead can a member be whose messages this node still received.
+        # A member whose messages this node still received is at most KEEP rounds ahead.
         return self.round + KEEP + int(FASTER * elapsed / max(seconds, LEAST))

@@ -35,7 +35,7 @@ OUTBOUND = "outbound"
 """The address of a member that accepts no connection: it only dials out."""
 # At most 253 characters, the limit of DNS.
 _HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
-# certificates are valid this long before they are made, for clocks that are late
+# certificates are valid from so long before they are made, for clocks that run slow
 _SKEW = timedelta(minutes=5)
 
 
@@ -66,7 +66,7 @@ def split_address(address: str) -> tuple[str, int]:
     bare = (host[1:-1] if bracketed else host).lower()
     fine = _is_ip(bare) if bracketed else _HOST.fullmatch(bare) is not None
     if bracketed and fine:
-        # In its one form, so that two spellings of an address are found to be the same.
+        # In its canonical form, so that two spellings of an address are found to be the same.
         bare = str(ipaddress.ip_address(bare))
     if not fine or not re.fullmatch(r"[1-9][0-9]{0,4}", port) or int(port) > 65535:
         raise TransportError(
@@ -76,7 +76,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def check_address(address: str) -> str:
-    """Check an address at which others are to reach a member, and return it in its one form.
+    """Check an address at which others are to reach a member; return it in its canonical form.
 
     That of a member that accepts no connection is `OUTBOUND`.
 
@@ -311,7 +311,7 @@ def write_certificate(path: Path, certificate: x509.Certificate) -> None:
 
 
 def _name_host(address: str) -> x509.SubjectAlternativeName | None:
-    """Return the alternative name for the host of an address; none for a member without."""
+    """Return a certificate's alternative name for the host of an address; None for `OUTBOUND`."""
     if address == OUTBOUND:
         return None
     host, _ = split_address(address)
@@ -418,7 +418,7 @@ def sign_request(
         name: the member's name, as agreed with it; the request must have it.
         address: the member's address, as agreed with it; the request must name its host.
         days: validity of the certificate.
-        new_key: whether a member that has a certificate of another key gets a new one.
+        new_key: whether to sign even where the member has a certificate of another key.
         now: the time.
 
     Raises:
@@ -455,8 +455,8 @@ def sign_request(
         asked = csr.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         asked = None
-    # The host was agreed on with the member, outside of the network; the request alone says what
-    # its sender likes.
+    # The host was agreed on with the member, outside of the network; the request alone proves
+    # nothing.
     if asked != wanted:
         hosts = [] if asked is None else [str(name.value) for name in asked]
         raise TransportError(
@@ -574,7 +574,7 @@ def check_dates(what: Path, certificate: x509.Certificate, now: datetime) -> Non
     Raises:
         ClockError: when it is not valid yet: authorities date certificates back, so it is the
             clock that is wrong.
-        TransportError: when it is over, with both dates.
+        TransportError: when it has expired, with both dates.
     """
     start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now < start:

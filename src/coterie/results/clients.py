@@ -37,10 +37,10 @@ def compute_client_rows(
     """Return the final test values of each client: a row for each method and client.
 
     Returns:
-        Rows as those of a summary, over the same seeds: `method` (the kind), `label`, `client` (the
-        id), `cluster` (its name, with the id where several look alike, or else "client 7"),
-        `metric`, `mean` and `std` over seeds, and `seeds`. The mean is None where the client has no
-        finite value with some seed.
+        Rows like those of a summary, over the same seeds: `method` (the kind), `label`, `client`
+        (the id), `cluster` (here the client's name, with the id where several look alike;
+        "client 7" without a name), `metric`, `mean` and `std` over seeds, and `seeds`. The mean is
+        None where the client has no finite value with some seed.
     """
     chosen = select_compared_runs(runs, problems)
     if not chosen:

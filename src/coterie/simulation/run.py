@@ -396,9 +396,8 @@ def simulate(
                     # twentieth of the time.
                     if pause:
                         pause = max(settings.checkpoint_seconds, 20 * (written - begun))
-            if (
-                folder is not None
-            ):  # before the final evaluation, so that the run can be made longer later
+            # Before the final evaluation, so that the run can be made longer later.
+            if folder is not None:
                 checkpoint.save(folder, loop, identity, _collect_timing(loop, started, earlier))
                 if saved is not None:
                     saved()
