@@ -13,6 +13,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,106 +23,125 @@ from stored import told
 
 from coterie.cli import _tables
 from coterie.functional import metrics
-from coterie.papers import compare, numbers
+from coterie.papers import compare, counting, numbers
 from coterie.papers.figures import PUBLISHED
 from coterie.report import plots
 from coterie.results import coverage
 
-HEAD = """# Reproduction of the papers
+# The mean of fewer numbers says nothing of a table, and they stand together in its part anyway.
+MIN_COMPARED = 3
+
+HEAD = f"""# Reproduction of the papers
 
 Written by `make docs` from the stored summaries of `docs/reference/runs`; do not edit. `coterie compare RUN --paper`
-prints the same tables for your own run.
+prints the same numbers for your own run.
 
 A number is *within* when its distance from the paper's is at most twice the standard deviation of their difference, or
-one point of accuracy. Standard deviations are population deviations over seeds, as in the papers; where a paper prints
-none, ours of the same row stands for it, pooled over its clusters. Where the published deviation is half of the number
-or more (1,495 ± 1,973), the number and that row's clusters are *undecided*. Rows that are not
-in the paper (tuned, or with another learning rate) are in a separate table with the published row that they
-explain, and are not counted.
+one point of accuracy. A wide deviation of ours lets any number pass, so each verdict says by what, with a letter behind
+the two numbers, here / paper:
+
+| letter | verdict |
+| --- | --- |
+| {_tables.LETTERS["paper"]} | {compare.VERDICTS["paper"]} |
+| {_tables.LETTERS["point"]} | {compare.VERDICTS["point"]} |
+| {_tables.LETTERS["ours"]} | {compare.VERDICTS["ours"]} |
+| {_tables.LETTERS["outside"]} | {compare.VERDICTS["outside"]} |
+| {_tables.LETTERS["undecided"]} | {compare.VERDICTS["undecided"]}: the paper's deviation is half of the number or more (1,495 ± 1,973) |
+| {_tables.FEW_SEEDS} | rests on few seeds: one or two, and a difference of at most three times what seeds move |
+
+A number is undecided with the clusters of its row. Standard deviations are population deviations over seeds, as in the
+papers; where a paper prints none, ours of the same row stands for it, pooled over its clusters. What seeds move is the
+largest deviation over three seeds or more of the same metric in that paper's stored runs; where it has none, in all
+papers' runs, or else of any percentage. Rows that are not in the paper (tuned, or with another learning rate) are in a
+separate table with the published row that they explain, and are not counted.
 """
 
 
-def coverage_table(results: Sequence[compare.StudyResult]) -> str:
-    """Return how much of each paper is compared with a result of ours."""
-    rows = compare.count_coverage(results)
-    cells = [
-        (
-            one.source,
-            *map(
-                str,
-                (
-                    one.published,
-                    one.full,
-                    one.reduced,
-                    one.predicted,
-                    one.none,
-                    one.within,
-                    one.strict,
-                    one.unknown,
-                ),
-            ),
-        )
-        for one in rows
-    ]
-    total = [sum(int(row[place]) for row in cells) for place in range(1, 9)]
+def coverage_table(
+    results: Sequence[compare.StudyResult], deviations: counting.SeedDeviations
+) -> str:
+    """Return how much of each paper is compared with a result of ours, and with which verdicts."""
+    rows = counting.count_coverage(results, deviations)
+    cells = []
+    for one in rows:
+        said = one.verdicts
+        cells.append(
+            (
+                one.source, one.published, one.full, one.reduced, one.predicted, one.none, said.paper,
+                said.point, said.ours, said.outside, said.undecided, said.few_seeds,
+            )
+        )  # fmt: skip
+    total = [sum(row[place] for row in cells) for place in range(1, 12)]
     head = (
-        "paper", "published", "full", "reduced", "predicted", "none", "within", "strictly", "undecided",
+        "paper", "published", "full", "reduced", "predicted", "none", "paper's deviation", "one point", "ours alone",
+        "outside", "undecided", "few seeds",
     )  # fmt: skip
     about = (
         "Published numbers that are compared with a result of full size, of a reduced one only, or with none. Full size means "
-        "the clients, samples, model, steps and rounds of the built-in study; seeds may be fewer, as each table says. "
-        "*Predicted* are costs that follow from the settings of the built-in study. *Within* and *undecided* count "
-        "only the numbers that are compared with one of ours; *strictly* those of them that are within by the paper's "
-        "own deviation, or one point of accuracy, and not only because ours is wide."
+        "the clients, samples, model, steps and rounds of the built-in study. *Predicted* are costs that follow from the "
+        "settings of the built-in study, and are equal to what is printed or outside. The next five columns are the verdicts on "
+        "all numbers that are compared; *few seeds* are those of them, undecided ones aside, that rest on few seeds."
     )
     for source, again in numbers.PRINTED_AGAIN.items():
         where = ", ".join(dict.fromkeys(one[0] for one in again))
         about += f" {source} prints {len(again)} more numbers that repeat one of these ({where}); each is counted once."
-    return f"## Coverage\n\n{headline(rows)}\n\n{table(head, [*cells, ('all', *map(str, total))])}\n\n{about}\n"
-
-
-def headline(rows: Sequence[compare.PaperCoverage]) -> str:
-    """Return the two figures of the page: numbers within, and those that need no deviation of ours."""
-    compared = [one.published - one.none - one.unknown for one in rows]
-    most = max(range(len(rows)), key=lambda place: rows[place].strict)
-    within, strict = sum(one.within for one in rows), sum(one.strict for one in rows)
-    others = [place for place in range(len(rows)) if place != most]
     return (
-        f"Of {sum(compared)} published numbers that are compared and can be judged, **{within} are within the rule, "
-        f"{strict} of them strictly**. The paper *{rows[most].source}* alone has {rows[most].within} and "
-        f"{rows[most].strict}; outside it {sum(rows[place].within for place in others)} and "
-        f"{sum(rows[place].strict for place in others)} of {sum(compared[place] for place in others)} are. "
+        f"## Coverage\n\n{headline(rows)}\n\n{table(head, [*cells, ('all', *total)])}\n\n{about}\n"
+    )
+
+
+def headline(rows: Sequence[counting.PaperCoverage]) -> str:
+    """Return the figures of the page: numbers compared with ours, and those within, by both counts."""
+    published, full = sum(one.published for one in rows), sum(one.full for one in rows)
+    judged = sum(one.verdicts.judged for one in rows)
+    within, strict = (
+        sum(one.verdicts.within for one in rows), sum(one.verdicts.strict for one in rows),
+    )  # fmt: skip
+    few = sum(one.verdicts.few_seeds for one in rows)
+    most = max(rows, key=lambda one: one.verdicts.strict)
+    rest = [one.verdicts for one in rows if one is not most]
+    return (
+        f"**{full} of {published} published numbers are compared with a run of full size. Of {judged} that are compared with "
+        f"any result and can be judged, {within} are within the rule: {strict} by the paper's own deviation or one point, "
+        f"{within - strict} by ours alone. {few} of the {judged} verdicts rest on few seeds.** The paper *{most.source}* has "
+        f"{most.verdicts.within} of those within; outside it {sum(one.within for one in rest)} of "
+        f"{sum(one.judged for one in rest)} are, {sum(one.strict for one in rest)} without our deviation. "
         "A count of single numbers says nothing of many small differences of one sign: the next table does."
     )
 
 
-def bias_table(results: Sequence[compare.StudyResult]) -> str:
+def bias_table(results: Sequence[compare.StudyResult], deviations: counting.SeedDeviations) -> str:
     """Return how far the numbers of each stored study lie to one side of the paper's."""
-    found = [
-        (compare.is_full_size(result.study), one)
-        for result in results if result.experiment is not None
-        for one in compare.measure_bias(compare.compare_with_paper(result))
-    ]  # fmt: skip
+    found, few = [], dict[str, None]()
+    for result in results:
+        if result.experiment is None:
+            continue
+        for one in counting.measure_bias(compare.compare_with_paper(result), deviations):
+            if one.compared < MIN_COMPARED:
+                few[f"`{one.study}`"] = None
+            else:
+                found.append((compare.is_full_size(result.study), one))
     found.sort(key=lambda pair: (not pair[1].is_one_sided, pair[1].study))
     cells = []
     for is_full, one in found:
-        metric = metrics.REGISTRY[one.metric]
-        mean = metric.scale * one.difference
+        side, count = one.side
+        said = one.verdicts
         cells.append(
             (
-                f"`{one.study}`", metric.heading(), "full" if is_full else "reduced", str(one.seeds),
-                str(one.compared), f"{mean:+.2f}" if abs(mean) < 1000 else f"{mean:+.0f}", str(one.below),
-                str(one.above), str(one.within), str(one.strict), "yes" if one.is_one_sided else "",
+                f"`{one.study}`", metrics.REGISTRY[one.metric].heading(), "full" if is_full else "reduced", one.seeds,
+                one.compared, _tables.format_difference(one), f"{100 * count / one.compared:.0f} % {side}",
+                said.paper, said.point, said.ours, said.outside, said.few_seeds, "yes" if one.is_one_sided else "",
             )
         )  # fmt: skip
     head = (
-        "study", "metric", "size", "seeds", "compared", "mean difference", "below", "above", "within", "strictly",
-        "one-sided",
+        "study", "metric", "size", "seeds", "compared", "mean difference", "of one sign", "paper's deviation", "one point",
+        "ours alone", "outside", "few seeds", "one-sided",
     )  # fmt: skip
     about = (
-        "Each stored study as a whole: the mean of our numbers minus the paper's, over rows and clusters, how many are "
-        "below and above it, and the fewest seeds of a number. *One-sided* tables have at least nine tenths of six or "
-        "more numbers on one side: the experiment differs from the paper's there, however many are within."
+        "Each stored study as a whole: the mean of our numbers minus the paper's, over rows and clusters, how many of them are "
+        "on the side that has more, the fewest seeds of a number, and the verdicts. *One-sided* tables have at least nine "
+        "tenths of six or more numbers on one side: the experiment differs from the paper's there, however many are within. "
+        f"Metrics with fewer than {MIN_COMPARED} numbers have no row: see the parts on {', '.join(few)}."
     )
     return f"## To one side\n\n{about}\n\n{table(head, cells)}\n"
 
@@ -171,8 +191,13 @@ def drawings(folder: Path) -> list[str]:
     return parts
 
 
-def section(folder: Path) -> str:
-    """Return the part of the page on one stored study."""
+def section(folder: Path, deviations: counting.SeedDeviations | None = None) -> str:
+    """Return the part of the page on one stored study.
+
+    Args:
+        folder: of the study.
+        deviations: how far seeds move numbers; those of this study when not given.
+    """
     result = compare.load_result(folder)
     comparison = None if result.experiment is None else compare.compare_with_paper(result)
     origin = json.loads((folder / "origin.json").read_text())
@@ -217,7 +242,11 @@ def section(folder: Path) -> str:
         return (
             "\n\n".join([*parts, _swept(result) if result.study.sweep else _alone(result)]) + "\n"
         )
-    for compared in _tables.build_paper_tables(comparison):
+    # Predicted costs have a part of their own, above.
+    measured = [line for line in comparison.lines if not line.predicted]
+    for compared in _tables.build_paper_tables(
+        replace(comparison, lines=measured), deviations, compact=True
+    ):
         parts += [f"### {compared.title}", markdown(compared)]
     if comparison.notes:
         parts.append("On the printed numbers: " + " ".join(comparison.notes))
@@ -249,13 +278,20 @@ def _swept(result: compare.StudyResult) -> str:
 
 
 def _alone(result: compare.StudyResult) -> str:
-    """Return the numbers of a study that repeats no published experiment."""
+    """Return the numbers of a study that repeats no published experiment: a row for each method."""
     rows = [row for row in result.rows if row["cluster"] == "all" and row["mean"] is not None]
-    cells = [
-        (row["label"], row["metric"].replace("_", " "), f"{row['mean']:.4g}", str(row["seeds"]))
-        for row in rows
-    ]
-    return table(("method", "metric, mean over clients", "here", "seeds"), cells)
+    seeds = {row["seeds"] for row in rows}
+    columns = list(dict.fromkeys(row["metric"] for row in rows))
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        count = f" (n {row['seeds']})" if len(seeds) > 1 else ""
+        cells.setdefault(row["label"], {})[row["metric"]] = f"{row['mean']:.4g}{count}"
+    made = [(label, *(own.get(name, "") for name in columns)) for label, own in cells.items()]
+    head = ("method", *(name.replace("_", " ") for name in columns))
+    said = "n is the number of seeds"
+    if len(seeds) == 1:
+        said = f"{min(seeds)} {'seed' if seeds == {1} else 'seeds'}"
+    return f"{table(head, made)}\n\nMeans over clients; {said}."
 
 
 def _seconds(result: compare.StudyResult) -> str:
@@ -359,8 +395,11 @@ def page() -> str:
     folders = sorted(path.parent for path in STORED.glob("*/*/origin.json"))
     folders = [folder for folder in folders if not folder.name.endswith("-trials")]
     results = [compare.load_result(one) for one in folders]
-    counted = [coverage_table(results), bias_table(results)]
-    return "\n".join([HEAD, *counted, figure_table(), *cost_tables(), *map(section, folders)])
+    beside = [compare.compare_with_paper(one) for one in results if one.experiment is not None]
+    deviations = counting.SeedDeviations.measure(beside)
+    counted = [coverage_table(results, deviations), bias_table(results, deviations)]
+    parts = [section(folder, deviations) for folder in folders]
+    return "\n".join([HEAD, *counted, figure_table(), *cost_tables(), *parts])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Comparisons as tables of text, for the terminal and for pages."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -14,10 +13,9 @@ from coterie.papers.compare import (
     PairComparison,
     PaperComparison,
     StudyResult,
-    TableBias,
-    measure_bias,
     ranking_metric,
 )
+from coterie.papers.counting import SeedDeviations, TableBias, count_verdicts, measure_bias
 from coterie.results.equal_budget import EqualBudget
 from coterie.results.pairs import find_leaders
 from coterie.results.summary import MEANS
@@ -45,17 +43,27 @@ __all__ = [
 ]
 
 
-def build_paper_tables(comparison: PaperComparison) -> list[TextTable]:
-    """Build the numbers next to the paper's, the chain of roles, and the clear pairs."""
+def build_paper_tables(
+    comparison: PaperComparison, deviations: SeedDeviations | None = None, *, compact: bool = False
+) -> list[TextTable]:
+    """Build the numbers next to the paper's, the chain of roles, and the clear pairs.
+
+    Args:
+        comparison: the study and its paper.
+        deviations: how far seeds move numbers; those of this study when not given.
+        compact: whether numbers have a row for each method, and a letter for each verdict.
+    """
+    deviations = deviations or SeedDeviations.measure([comparison])
+    build = _build_compact_table if compact else _build_numbers_table
     chosen = [line for line in comparison.lines if line.chosen]
     predicted = [line for line in comparison.lines if line.predicted]
     # Rows that were chosen here, and predictions, have tables of their own below.
     own = [line for line in comparison.lines if not line.chosen and not line.predicted]
     study = comparison.study
-    tables = [_build_numbers_table(comparison, own, f"{study} compared with the paper")]
+    tables = [build(comparison, own, deviations, f"{study} compared with the paper")]
     if chosen:
         title = f"{study}: rows chosen here, compared with the published ones"
-        tables.append(_build_numbers_table(comparison, chosen, title))
+        tables.append(build(comparison, chosen, deviations, title))
     if predicted:
         tables.append(build_cost_table(study, predicted))
     # Orderings and pairs have one head: both are pairs of methods.
@@ -95,64 +103,160 @@ def build_cost_table(study: str, lines: Sequence[ComparedNumber]) -> TextTable:
     return TextTable(f"{study}: costs compared with the paper, in models", head, rows, foot)
 
 
+LETTERS = {"paper": "p", "point": "1", "ours": "o", "outside": "x", "undecided": "?"}
+"""A letter for each verdict, for tables with little room."""
+# As short as a column of a terminal allows, under the head "within".
+_WITHIN = {
+    "paper": "paper's deviation",
+    "point": "one point",
+    "ours": "ours alone",
+    "outside": "no",
+    "undecided": "undecided",
+}
+FEW_SEEDS = "*"
+"""Marks a verdict that rests on few seeds."""
+
+
 def _build_numbers_table(
-    comparison: PaperComparison, lines: Sequence[ComparedNumber], title: str
+    comparison: PaperComparison,
+    lines: Sequence[ComparedNumber],
+    deviations: SeedDeviations,
+    title: str,
 ) -> TextTable:
-    names = list(dict.fromkeys(line.metric for line in lines))
-    # The deviation over clusters has a column of its own sense: it does not make several metrics.
-    several = len({*names} - {STD_OVER_CLUSTERS.name}) > 1
+    several = _has_several_metrics(lines)
     rows = []
     for line in lines:
         metric = REGISTRY[line.metric]
         row = [line.label, metric.heading()] if several else [line.label]
-        # The deviation over clusters is of no single cluster, so its name takes the column.
-        over_clusters = line.metric == STD_OVER_CLUSTERS.name
-        row.append(metric.title if over_clusters else MEANS.get(line.cluster, line.cluster))
+        row.append(_name_cluster(line))
         row.append(_format_spread(metric, line.ours, line.std))
         row.append(str(line.seeds))
         row.append(_format_spread(metric, line.paper, line.paper_std))
         row.append(_format_signed(line))
-        # None: the published deviation is too large to judge by.
-        row.append({True: "yes", False: "no", None: "undecided"}[line.within])
+        few = deviations.rests_on_few_seeds(line, comparison.source)
+        row.append(_WITHIN[line.verdict] + FEW_SEEDS * few)
         rows.append(tuple(row))
-    number = Counter(line.within for line in lines)
-    inside, undecided = number[True], number[None]
+    head = ["method", "metric"] if several else ["method"]
+    head += ["cluster", "here", "n", "paper", "difference", "within"]
+    title += _name_metric(lines, several)
     foot = (
-        f"{inside} of {len(lines)} numbers are within the rule: apart by at most twice the "
-        "deviation of the difference, or one point of accuracy; n is the number of seeds."
+        "A number is within the rule when it is apart by at most twice the deviation of the "
+        "difference, or one point of accuracy; n is the number of seeds."
     )
-    if undecided:
-        foot += f" {undecided} undecided: the published deviation is half of the number or more."
     if any(line.pooled is not None for line in lines):
         foot += (
             " Where the paper prints no deviation, ours stands for it, pooled over the "
             "clusters of the row."
         )
-    for one in measure_bias(replace(comparison, lines=lines)):
+    foot += f" {_describe_numbers(comparison, lines, deviations, several)}"
+    return TextTable(title, tuple(head), rows, foot)
+
+
+def _build_compact_table(
+    comparison: PaperComparison,
+    lines: Sequence[ComparedNumber],
+    deviations: SeedDeviations,
+    title: str,
+) -> TextTable:
+    """Build the numbers with a row for each method and a column for each cluster and metric."""
+    several = _has_several_metrics(lines)
+    seeds = sorted({line.seeds for line in lines})
+    clusters = sorted(set(map(_name_cluster, lines)))
+    # What all cells share is said once, below the table.
+    foot = ""
+    if several and len(clusters) == 1:
+        foot += f"{clusters[0].capitalize()}. "
+    if len(seeds) == 1:
+        foot += f"{seeds[0]} {'seed' if seeds == [1] else 'seeds'}. "
+    cells: dict[str, dict[str, str]] = {}
+    for line in lines:
+        metric = REGISTRY[line.metric]
+        column = _name_cluster(line)
+        if several:
+            own = column if len(clusters) > 1 else ""
+            column = ", ".join(filter(None, (metric.heading(), own)))
+        cell = f"{_format_spread(metric, line.ours, line.std)} / "
+        cell += f"{_format_spread(metric, line.paper, line.paper_std)} {LETTERS[line.verdict]}"
+        if deviations.rests_on_few_seeds(line, comparison.source):
+            cell += FEW_SEEDS
+        if len(seeds) > 1:
+            cell += f" (n {line.seeds})"
+        cells.setdefault(line.label, {})[column] = cell
+    columns = list(dict.fromkeys(chain.from_iterable(cells.values())))
+    rows = []
+    for label, own in cells.items():
+        rows.append((label, *(own.get(column, "") for column in columns)))
+    title += _name_metric(lines, several)
+    foot += _describe_numbers(comparison, lines, deviations, several)
+    return TextTable(title, ("method", *columns), rows, foot)
+
+
+def _has_several_metrics(lines: Sequence[ComparedNumber]) -> bool:
+    # The deviation over clusters has a column of its own sense: it does not make several metrics.
+    return len({line.metric for line in lines} - {STD_OVER_CLUSTERS.name}) > 1
+
+
+def _name_metric(lines: Sequence[ComparedNumber], several: bool) -> str:
+    """Return the metric for a title; with several metrics each number says its own."""
+    if several or not lines:
+        return ""
+    names = list(dict.fromkeys(line.metric for line in lines))
+    return f" ({REGISTRY[REGISTRY.choose_main(names)].heading('test')})"
+
+
+def _name_cluster(line: ComparedNumber) -> str:
+    # The deviation over clusters is of no single cluster, so its name takes the place.
+    if line.metric == STD_OVER_CLUSTERS.name:
+        return REGISTRY[line.metric].title
+    return MEANS.get(line.cluster, line.cluster)
+
+
+def _describe_numbers(
+    comparison: PaperComparison,
+    lines: Sequence[ComparedNumber],
+    deviations: SeedDeviations,
+    several: bool,
+) -> str:
+    """Return what is said below a table of numbers: how many are within, by what, on which seeds."""
+    counts = count_verdicts([(comparison.source, line) for line in lines], deviations)
+    foot = f"{counts.within} of {len(lines)} numbers are within the rule."
+    if counts.undecided:
+        foot += (
+            f" {counts.undecided} undecided: the published deviation is half of the number or more."
+        )
+    if counts.few_seeds:
+        foot += (
+            f" {counts.few_seeds} of {counts.judged} verdicts rest on fewer than three seeds "
+            f"({FEW_SEEDS})."
+        )
+    for one in measure_bias(replace(comparison, lines=lines), deviations):
         lead = f"{REGISTRY[one.metric].heading()}: " if several else ""
         foot += f" {lead}{describe_bias(one)}"
     # A shorter run can fall short of the paper without any other reason.
     if comparison.scale != 1:
         foot += f" Rounds scaled by {comparison.scale:g}."
-    # With several metrics each row says its own.
-    if not several and rows:
-        title += f" ({REGISTRY[REGISTRY.choose_main(names)].heading('test')})"
-    head = ["method", "metric"] if several else ["method"]
-    head += ["cluster", "here", "n", "paper", "difference", "within"]
-    return TextTable(title, tuple(head), rows, foot)
+    return foot
 
 
 def describe_bias(one: TableBias) -> str:
     """Say in a sentence whether numbers lie to one side of the paper's, and by what they pass."""
-    metric = REGISTRY[one.metric]
-    mean = _format_number(metric, one.difference)
-    # The side with more numbers; below, where both have as many.
-    side, count = max(("below", one.below), ("above", one.above), key=lambda pair: pair[1])
-    return (
-        f"On average {mean if one.difference < 0 else '+' + mean} from the paper, {count} of "
-        f"{one.compared} {side} it; {one.strict} within by the paper's own deviation or one point, "
-        f"{one.within - one.strict} by ours only."
+    side, count = one.side
+    verdicts = one.verdicts
+    said = (
+        f"On average {format_difference(one)} from the paper, {count} of {one.compared} {side} it"
     )
+    if verdicts.within:
+        said += (
+            f"; {verdicts.paper} within by the paper's own deviation, {verdicts.point} within one "
+            f"point, {verdicts.ours} by ours alone"
+        )
+    return f"{said}."
+
+
+def format_difference(one: TableBias) -> str:
+    """Return the mean difference of a table, with its sign."""
+    mean = _format_number(REGISTRY[one.metric], one.difference)
+    return mean if one.difference < 0 else f"+{mean}"
 
 
 def _format_number(metric: Metric, value: float) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, combinations, pairwise
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import numpy as np
 
@@ -38,6 +39,17 @@ MIN_ACCURACY_GAP = 0.01
 """The smallest difference of accuracies that counts."""
 TIME_RATIOS = {"tta_ratio": metrics.ACCURACY.name, "global_tta_ratio": metrics.GLOBAL_ACCURACY.name}
 """Published ratios of the times to the baseline's accuracy, and by which metric."""
+Verdict = Literal["paper", "point", "ours", "outside", "undecided"]
+VERDICTS: Mapping[Verdict, str] = MappingProxyType(
+    {
+        "paper": "within by the paper's own deviation",
+        "point": "within one point, or equal",
+        "ours": "within by ours alone",
+        "outside": "outside",
+        "undecided": "undecided",
+    }
+)
+"""Verdicts on a number, in words. Equal is what the paper prints, where no point is allowed."""
 SIGNED_METRICS = (metrics.WAS.name,)
 """Metrics that may be negative, for which zero is no end of the scale."""
 
@@ -131,8 +143,8 @@ class ComparedNumber:
         difference: ours - paper.
         within: whether the difference is within the rule, see `allowed_difference`; None where the
             published deviation is so large that nothing can be said, see `is_too_uncertain`.
-        strict: the same by what the paper alone allows: its own deviation, or one point. A wide
-            deviation of ours makes no number strictly within.
+        verdict: by what it is within, or not: one of `VERDICTS`. What needs no deviation of ours
+            comes first: a wide one makes any number pass.
         pooled: what stood for the deviation that the paper does not print: ours, pooled; see
             `compare_with_paper`.
         chosen: whether the row was chosen here (tuned, say) and is compared with a published row
@@ -151,7 +163,7 @@ class ComparedNumber:
     paper_std: float | None
     difference: float
     within: bool | None
-    strict: bool | None = None
+    verdict: Verdict = "undecided"
     pooled: float | None = None
     chosen: bool = False
     predicted: bool = False
@@ -205,6 +217,11 @@ class PaperComparison:
     seeds: Sequence[int] | None = None
     left_out: Sequence[Mapping[str, Any]] = ()
     missing: Sequence[str] = ()
+
+    @property
+    def source(self) -> str:
+        """The paper, a name of `numbers.SOURCES`."""
+        return self.experiment.partition("/")[0]
 
 
 def load_result(folder: str | Path) -> StudyResult:
@@ -588,11 +605,12 @@ def predict_costs(study: StudyConfig) -> list[ComparedNumber]:
             ours = found[one.metric]
             difference = ours - one.mean
             within = abs(difference) <= PREDICTED_COSTS[one.metric]
+            verdict: Verdict = "point" if within else "outside"
             lines.append(
                 ComparedNumber(
                     # No run, so no deviation and no seed.
                     entry.label, one.row, one.cluster, one.metric, ours, None, 0, one.mean, one.std,
-                    difference, within, within, predicted=True,
+                    difference, within, verdict, predicted=True,
                 )
             )  # fmt: skip
     return lines
@@ -640,126 +658,6 @@ def _sizes_of_one(study: StudyConfig) -> tuple[Any, ...]:
         study.scale * study.settings.rounds, study.settings.participation, local.epochs,
         local.steps, local.batch_size, data.dataset, data.num_clients, data.train, study.model.kind,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TableBias:
-    """Whether the numbers of a study lie to one side of the published ones.
-
-    Many small differences of one sign are a difference of the experiment, though each of them may
-    be within the rule.
-
-    Args:
-        study: its name.
-        metric: its name.
-        compared: how many numbers: rows and clusters, without undecided, chosen or predicted ones.
-        difference: the mean of ours - paper, in the units of the metric (accuracies: 0 to 1).
-        below: how many of them are less than the paper's.
-        above: how many are more.
-        within: how many are within the rule.
-        strict: how many are so by the paper's own deviation, or one point.
-        seeds: the fewest seeds of a number.
-    """
-
-    study: str
-    metric: str
-    compared: int
-    difference: float
-    below: int
-    above: int
-    within: int
-    strict: int
-    seeds: int
-
-    @property
-    def is_one_sided(self) -> bool:
-        """Whether nine tenths of at least six numbers have one sign."""
-        # Six of one sign come by chance in 3 % of tables, if their numbers were independent.
-        return self.compared >= 6 and max(self.below, self.above) >= 0.9 * self.compared
-
-
-def measure_bias(comparison: PaperComparison) -> list[TableBias]:
-    """Return how far the numbers of a study lie to one side, for each metric."""
-    by_metric: dict[str, list[ComparedNumber]] = {}
-    for line in comparison.lines:
-        if line.within is not None and not line.chosen and not line.predicted:
-            by_metric.setdefault(line.metric, []).append(line)
-    found = []
-    for metric, lines in by_metric.items():
-        differences = [line.difference for line in lines]
-        found.append(
-            TableBias(
-                comparison.study,
-                metric,
-                len(lines),
-                float(np.mean(differences)),
-                sum(one < 0 for one in differences),
-                sum(one > 0 for one in differences),
-                sum(line.within is True for line in lines),
-                sum(line.strict is True for line in lines),
-                min(line.seeds for line in lines),
-            )
-        )
-    return found
-
-
-@dataclass(frozen=True)
-class PaperCoverage:
-    """How many of a paper's numbers are compared with ours.
-
-    Args:
-        source: the paper, a name of `numbers.SOURCES`.
-        published: its numbers.
-        full: numbers compared with a result of full size; see `is_full_size`.
-        reduced: numbers compared with a smaller result only.
-        predicted: costs compared with what the ledger predicts for the built-in study; see
-            `predict_costs`.
-        none: numbers compared with nothing.
-        within: compared numbers within the rule.
-        strict: those of them that are within by the paper's own deviation, or one point.
-        unknown: compared numbers for which that is unknown.
-    """
-
-    source: str
-    published: int
-    full: int
-    reduced: int
-    predicted: int
-    none: int
-    within: int
-    strict: int
-    unknown: int
-
-
-def count_coverage(results: Sequence[StudyResult]) -> list[PaperCoverage]:
-    """Count, by paper, the published numbers that stored studies compare, without chosen rows."""
-    compared: dict[str, dict[tuple[str, ...], tuple[bool, ComparedNumber]]] = {}
-    for source in numbers.SOURCES:
-        compared[source] = {}
-    for result in results:
-        if result.experiment is None:
-            continue
-        full, own = is_full_size(result.study), compared[result.experiment.partition("/")[0]]
-        for line in compare_with_paper(result).lines:
-            key = (result.experiment, line.row, line.cluster, line.metric)
-            # A result of full size replaces one of reduced size, never the other way.
-            if not line.chosen and not line.predicted and (full or key not in own):
-                own[key] = full, line
-    out = []
-    for source, own in compared.items():
-        published, full = len(numbers.load_table(source)), sum(one for one, _ in own.values())
-        ledger = list(chain(*predict_paper_costs(source).values()))
-        # What the ledger predicts has no result, and is in no study's lines here.
-        lines = [*(line for _, line in own.values()), *ledger]
-        within = [line.within for line in lines]
-        strict = [line.strict for line in lines].count(True)
-        out.append(
-            PaperCoverage(
-                source, published, full, len(own) - full, len(ledger), published - len(lines),
-                within.count(True), strict, within.count(None),
-            )
-        )  # fmt: skip
-    return out
 
 
 def predict_paper_costs(source: str) -> dict[str, list[ComparedNumber]]:
@@ -834,15 +732,21 @@ def _judge_number(
         if variances:
             # Variances, not deviations, average without bias.
             pooled = paper_std = math.sqrt(sum(variances) / len(variances))
-    allowed = allowed_difference(line.metric, line.std, paper_std)
-    within: bool | None = abs(line.difference) <= allowed
-    # By the paper's own deviation alone: a number of ours that varies much passes less easily.
-    strict: bool | None = abs(line.difference) <= allowed_difference(
-        line.metric, None, line.paper_std
-    )
+    verdict = _find_verdict(line, paper_std)
     if any(is_too_uncertain(one.metric, one.paper, one.paper_std) for one in printed):
-        within = strict = None
-    return replace(line, within=within, strict=strict, pooled=pooled, chosen=chosen)
+        verdict = "undecided"
+    within = None if verdict == "undecided" else verdict != "outside"
+    return replace(line, within=within, verdict=verdict, pooled=pooled, chosen=chosen)
+
+
+def _find_verdict(line: ComparedNumber, paper_std: float | None) -> Verdict:
+    """Return by what a number is within: what allows it without our deviation comes first."""
+    distance = abs(line.difference)
+    if line.paper_std is not None and distance <= 2 * line.paper_std:
+        return "paper"
+    if distance <= allowed_difference(line.metric, None, None):
+        return "point"
+    return "ours" if distance <= allowed_difference(line.metric, line.std, paper_std) else "outside"
 
 
 def _cluster_means(result: StudyResult, label: str) -> list[float]:

@@ -12,7 +12,7 @@ from coterie.cli import _tables
 from coterie.cli.app import app
 from coterie.errors import ConfigError, DataError
 from coterie.functional import metrics
-from coterie.papers import compare, numbers
+from coterie.papers import compare, counting, numbers
 from coterie.papers.compare import TRIALS_UNKNOWN
 from coterie.studies import config
 from coterie.studies.sweep import expand_sweep
@@ -454,38 +454,7 @@ def test_where_the_paper_prints_no_deviation_ours_stands_for_it(tmp_path):
     assert {round(line.pooled, 3) for line in lines} == {0.408}  # sqrt((0.09 + 0.16 + 0.25) / 3)
     # differences 1.10, 1.35 and 1.18; allowed 2 hypot(std, .408): 1.01, 1.14 and 1.29
     assert [line.within for line in lines] == [False, False, True]
-    assert [line.strict for line in lines] == [False] * 3, "only our own deviation allows the third"
-
-
-def test_many_small_differences_of_one_sign_are_shown_as_such(tmp_path):
-    """Published: 9.43 ± 0.33, 30.26 ± 1.73, and 1494.84 ± 1973, which is undecided and left out."""
-    found = compare.compare_with_paper(
-        compare.load_result(write_study(tmp_path / "mine", Oracle=9.51, Alone=34.0, Random=100.0))
-    )
-    (bias,) = compare.measure_bias(found)
-    assert (bias.metric, bias.compared, bias.below, bias.above) == ("mse", 2, 0, 2)
-    assert bias.difference == pytest.approx((0.08 + 3.74) / 2)
-    # 3.74 is more than 2 x 1.73 and less than 2 hypot(1, 1.73) = 4.0: within by our deviation only.
-    assert (bias.within, bias.strict) == (2, 1)
-    assert (
-        "On average +1.91 from the paper, 2 of 2 above it; 1 within by the paper's own "
-        "deviation or one point, 1 by ours only."
-    ) in _tables.build_paper_tables(found)[0].foot
-    (counted,) = [
-        one
-        for one in compare.count_coverage([compare.load_result(tmp_path / "mine")])
-        if one.source == "similarity"
-    ]
-    assert (counted.within, counted.strict, counted.unknown) == (2, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("below", "above", "expected"),
-    [(6, 0, True), (5, 0, False), (1, 9, True), (2, 9, False), (0, 20, True), (9, 2, False)],
-)
-def test_a_table_is_one_sided_with_nine_tenths_of_six_numbers(below, above, expected):
-    bias = compare.TableBias("s", "mse", below + above, 0.0, below, above, 0, 0, 1)
-    assert bias.is_one_sided is expected
+    assert [line.verdict for line in lines] == ["outside", "outside", "ours"]
 
 
 def test_ratios_of_times_stand_beside_the_papers_of_the_same_accuracy(tmp_path):
@@ -539,10 +508,11 @@ def test_rows_chosen_here_are_counted_apart(tmp_path):
     ]
     published, chosen = _tables.build_paper_tables(found)[:2]
     assert [row[0] for row in published.rows] == ["Oracle"]
-    assert published.foot.startswith("0 of 1 numbers")
+    assert " 0 of 1 numbers are within the rule." in published.foot
     assert [row[0] for row in chosen.rows] == ["Tuned"]
-    one = next(one for one in compare.count_coverage([result]) if one.source == "similarity")
-    assert (one.published, one.full, one.reduced, one.none, one.within) == (271, 0, 1, 270, 0)
+    one = next(one for one in counting.count_coverage([result]) if one.source == "similarity")
+    assert (one.published, one.full, one.reduced, one.none) == (271, 0, 1, 270)
+    assert (one.verdicts.within, one.verdicts.outside) == (0, 1)
 
 
 def test_full_size_is_that_of_the_built_in_study():
@@ -601,5 +571,6 @@ def test_costs_are_those_of_the_run_and_no_results(tmp_path):
     assert (fedavg.ours, fedavg.paper, fedavg.within, fedavg.predicted) == (60, 600, False, True)
     titles = [sheet.title for sheet in _tables.build_paper_tables(found)]
     assert any(title.endswith("costs compared with the paper, in models") for title in titles)
-    (one,) = [one for one in compare.count_coverage([]) if one.source == "panm"]
-    assert (one.published, one.predicted, one.none, one.within) == (49, 16, 33, 8)
+    (one,) = [one for one in counting.count_coverage([]) if one.source == "panm"]
+    assert (one.published, one.predicted, one.none) == (49, 16, 33)
+    assert one.verdicts == counting.VerdictCounts(0, 8, 0, 8, 0, few_seeds=0)
