@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -711,7 +712,7 @@ def _encode_categories(
         # Each chunk may have a dictionary of its own.
         encoded = column.unify_dictionaries().combine_chunks()
         arrays.append(encoded)
-        values.append(encoded.dictionary.to_pylist())
+        values.append(list(map(_convert_decimal, encoded.dictionary.to_pylist())))
         if in_order:
             # An order that was given counts, also for categories of which no row has any.
             ordered += values[-1]
@@ -756,6 +757,13 @@ def _encode_categories(
             )
         codes.append(code)
     return known, codes
+
+
+def _convert_decimal(value: Any) -> Any:
+    """Return a decimal as a whole number or a float, which a schema stores; others as they are."""
+    if not isinstance(value, Decimal):
+        return value
+    return int(value) if value == value.to_integral_value() else float(value)
 
 
 def _sort_categories(values: Sequence[Sequence[Any]]) -> list[Any]:

@@ -5,6 +5,7 @@ import re
 import warnings
 from collections import Counter
 from dataclasses import astuple
+from decimal import Decimal
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,7 @@ from coterie import Split, from_table
 from coterie._util.settings import parse_settings
 from coterie.data.federation import parse_columns
 from coterie.data.inputs import InputForm
+from coterie.data.schema import TableSchema
 from coterie.data.source import InputPart
 from coterie.data.tables import TableOptions, read_inputs, read_table
 from coterie.errors import ConfigError, DataError
@@ -136,6 +138,28 @@ def test_every_type_of_text_is_read_alike(kind, form, tmp_path):
             assert known <= found
             assert (found - known).total() == words.count(None)
             assert all(sum(row) == 1 for row in entries.tolist())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_categories_that_are_decimals_are_stored_and_known_again_as_other_numbers(packed, tmp_path):
+    """1.50 is 1.5 later, and an id of 21 digits keeps them."""
+    large = 10**20 + 1
+    values = [Decimal("1.50"), Decimal("2.00"), Decimal(large)]
+    column = pa.array([values[n % 3] for n in range(12)], pa.decimal128(38, 2))
+    if packed:
+        column = column.dictionary_encode()
+    table = pa.Table.from_pandas(patients())
+    table = table.set_column(0, "age", column)
+    made = from_table(
+        table, target="ill", client="site", features=["age"], encode={"age": "one-hot"}
+    )
+    assert made.feature_names == ("age=1.5", "age=2", f"age={large}")
+    schema = TableSchema.from_federation(made)
+    assert schema is not None
+    schema.save(tmp_path / "table.json")
+    assert TableSchema.load(tmp_path / "table.json").columns == schema.columns
+    later = read_inputs({"age": [2.0, 1.5]}, made.table)
+    assert later.tolist() == [[0, 1, 0], [1, 0, 0]]
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.string_view()])
