@@ -352,10 +352,11 @@ class Node:
 
     def ask_heads(self, names: Iterable[str]) -> dict[str, Head]:
         """Ask members for their heads; return the heads that arrived."""
+        # A new one each time, so that an old head with a good signature does not count; one for all
+        # members, since each signs its own name, and there may be a thousand.
+        nonce = secrets.token_hex(8)
 
         def ask_one(name: str) -> Head | None:
-            # Another one for each question: an old head with a good signature must not come again.
-            nonce = secrets.token_hex(8)
             data = self.transport.ask_head(name, nonce, self.patience.ask)
             if isinstance(data, Missing):
                 return None
