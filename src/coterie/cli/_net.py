@@ -411,7 +411,7 @@ def audit_logs(
             continue
         _print_wrapped(
             f"note   {member} signed other messages for {number} addresses after a restart; from "
-            "an older checkpoint that is innocent"
+            "an older checkpoint an honest member does so, too"
         )
     # What is proved counts more than what is open.
     if wrong or proofs or any(report.problems for report in reports):

@@ -344,7 +344,7 @@ def normalize_batch(
     return y
 
 
-def _count_batches(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
+def _normalize_by_mean_statistics(norm: nn.modules.batchnorm._BatchNorm, x: Tensor) -> Tensor:
     """Run a batch normalization whose running statistics are the plain mean over batches.
 
     PyTorch's own reads the number of batches as a number, which many models at once do not have.
@@ -383,7 +383,7 @@ def with_counted_batches(module: nn.Module) -> nn.Module:
     module = copy_module(module)
     for part in module.modules():
         if counts(part):
-            part.forward = functools.partial(_count_batches, part)  # type: ignore[method-assign]
+            part.forward = functools.partial(_normalize_by_mean_statistics, part)  # type: ignore[method-assign]
     return module
 
 

@@ -107,7 +107,7 @@ class Message:
         if torch.equal(rows, torch.arange(len(self))):
             return self
         fields, ids = index_each(self.fields, rows), index_optional(self.ids, rows)
-        return Message(self.params[rows], fields, ids)
+        return replace(self, params=self.params[rows], fields=fields, ids=ids)
 
     @property
     def row_bytes(self) -> int:

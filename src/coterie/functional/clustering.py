@@ -259,7 +259,9 @@ def renumber_labels(label: Int[Tensor, " clients"]) -> Int[Tensor, " clients"]:
 # ---------------------------------------------------------------- CFL
 
 
-def update_cosines(updates: Float[Tensor, "clients params"]) -> Float[Tensor, "clients clients"]:
+def compute_update_cosines(
+    updates: Float[Tensor, "clients params"],
+) -> Float[Tensor, "clients clients"]:
     r"""Cosines of all pairs of updates.
 
     $a_{ij} = \langle \Delta_i, \Delta_j \rangle / (\lVert \Delta_i \rVert \lVert \Delta_j \rVert)$;

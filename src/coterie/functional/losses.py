@@ -1070,9 +1070,9 @@ def cast_targets(
         y: targets as they are stored.
         dtype: floating-point type of models.
     """
-    either = loss.targets == "labels" or isinstance(loss, CustomLoss)
     numbers = loss.targets == "numbers"
-    if either:
+    # Yes and no are stored as either type, and a custom function says nothing of its targets.
+    if loss.targets == "labels" or isinstance(loss, CustomLoss):
         numbers = y.is_floating_point()
     if numbers:
         return y.to(dtype)

@@ -175,7 +175,7 @@ class Cfl(ServerMethod):
                 return None
         if len(ids) < len(members) or len(ids) <= 2:
             return None
-        cosines = clustering.update_cosines(known)
+        cosines = clustering.compute_update_cosines(known)
         part = clustering.find_bipartition(cosines.cpu(), self.linkage)
         if min(int(part.sum()), int((~part).sum())) < self.min_cluster_size:
             return None

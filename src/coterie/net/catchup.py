@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 
 from coterie.net.outbox import KEEP
 
-FASTER = 10.0
+MAX_SPEED_RATIO = 10.0
 """How many times as fast as this node the others may be."""
-LEAST = 1e-3
+MIN_ROUND_SECONDS = 1e-3
 """Seconds of a round at the least, for nodes that have not trained yet."""
 
 
@@ -58,4 +58,4 @@ class RunClock:
         # A clock that was set back gives no negative time.
         elapsed = max(0.0, self._clock() - self.since)
         # A member whose messages this node still received is at most KEEP rounds ahead.
-        return self.round + KEEP + int(FASTER * elapsed / max(seconds, LEAST))
+        return self.round + KEEP + int(MAX_SPEED_RATIO * elapsed / max(seconds, MIN_ROUND_SECONDS))

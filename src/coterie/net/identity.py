@@ -310,7 +310,7 @@ def write_certificate(path: Path, certificate: x509.Certificate) -> None:
     write_atomically(path, certificate.public_bytes(serialization.Encoding.PEM))
 
 
-def _name_host(address: str) -> x509.SubjectAlternativeName | None:
+def _make_alternative_name(address: str) -> x509.SubjectAlternativeName | None:
     """Return a certificate's alternative name for the host of an address; None for `OUTBOUND`."""
     if address == OUTBOUND:
         return None
@@ -386,7 +386,7 @@ def make_authority(
 
 def make_request(folder: Path, name: str, address: str) -> Path:
     """Create a member's key (`NAME.key`) and the request for its certificate (`NAME.csr`)."""
-    host = _name_host(check_address(address))
+    host = _make_alternative_name(check_address(address))
     key = new_key(folder / f"{check_name(name)}.key")
     request = x509.CertificateSigningRequestBuilder().subject_name(
         x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -440,7 +440,7 @@ def sign_request(
         raise TransportError(
             f"{request} asks for the name {certificate_name(csr)}; agreed was {name}"
         )
-    key, wanted = certificate_key(csr), _name_host(check_address(address))
+    key, wanted = certificate_key(csr), _make_alternative_name(check_address(address))
     made = folder / "members" / f"{name}.pem"
     if (
         made.exists()

@@ -407,7 +407,7 @@ def compare_each_two(
     cluster: str = "all",
     share: float = 0.0,
 ) -> list[CrossComparison]:
-    """Compare each two studies with each other, corrected for all of these pairs.
+    """Compare all pairs of studies, corrected for all of these pairs.
 
     See `results.across`. The arguments are those of `compare_in_pairs`.
     """

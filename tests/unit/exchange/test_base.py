@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from coterie.exchange.base import Inbox, Message, Reply, make_inbox
+from coterie.exchange.base import Inbox, Message, Reply, ReplyForm, SecureAggregation, make_inbox
 
 
 def inbox(peers: list[int], models: torch.Tensor, arrived: list[bool]) -> Inbox:
@@ -59,3 +59,16 @@ def test_a_servers_answer_is_counted_with_its_extras():
     )
     assert reply.to_inbox().bytes.tolist() == [[28], [28]]
     assert reply.to_inbox(torch.tensor([1])).index.tolist() == [[0]]
+
+
+def test_some_rows_of_a_message_are_sent_on_the_same_terms():
+    whole = Message(
+        torch.arange(6.0).reshape(3, 2), {"samples": torch.tensor([1, 2, 3])}, torch.tensor([4, 5, 6]),
+        ReplyForm(1), SecureAggregation(),
+    )  # fmt: skip
+    part = whole.take_rows(torch.tensor([2, 0]))
+    assert part.params.tolist() == [[4.0, 5.0], [0.0, 1.0]]
+    assert part.fields["samples"].tolist() == [3, 1]
+    assert part.ids is not None
+    assert part.ids.tolist() == [6, 4]
+    assert (part.expects, part.sum_only) == (whole.expects, whole.sum_only)

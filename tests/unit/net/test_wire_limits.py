@@ -58,7 +58,7 @@ def test_what_is_kept_and_how_much_is_open_is_what_the_page_says():
     assert "up to four questions for messages open at each member" in PAGE
     assert post._OF_A_MEMBER == 4
     assert "others trained at most ten times as fast as it does itself" in " ".join(PAGE.split())
-    assert catchup.FASTER == 10
+    assert catchup.MAX_SPEED_RATIO == 10
 
 
 def test_times_are_what_the_page_says():
