@@ -340,7 +340,7 @@ class RemoteExchange:
             **self._members_of(lost),
         })  # fmt: skip
         if not len(whole):
-            raise RoundMissed("no client's message arrived", None)
+            raise RoundMissed("no client's message arrived")
         new, reply = rule(shared, whole)
         check_reply(reply, message.expects)
         places = number_items(whole.ids.tolist())

@@ -42,12 +42,10 @@ class RoundMissed(ExchangeError):
 
     Args:
         reason: as in `Missing`.
-        round: the round the server is in, when known.
     """
 
-    def __init__(self, reason: str, round: int | None) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__(f"the server went on without this node ({reason})")
-        self.round = round
 
 
 @dataclass(frozen=True)
@@ -425,7 +423,7 @@ class Post:
             if found.reason in ("absent", "gone", "withheld") and self.server_has_reached(
                 address.round
             ):
-                raise RoundMissed(found.reason, found.round)
+                raise RoundMissed(found.reason)
             self.journal(
                 {
                     "event": "waiting",

@@ -83,11 +83,11 @@ class MaskedSum:
         if self.post.roster.server == self.post.transport.name:
             return self._serve(message, rule, shared, first, params)
         if not self._clients:
-            raise RoundMissed("withheld", None)
+            raise RoundMissed("withheld")
         try:
             self._take_part(first)
         except Refused as refused:
-            raise RoundMissed(f"its masked sum is refused: {refused}", None) from None
+            raise RoundMissed(f"its masked sum is refused: {refused}") from None
         nothing = Reply(message.params[:0], torch.zeros(len(message), 0, dtype=torch.int64))
         return shared, nothing.to_inbox()
 
@@ -207,7 +207,7 @@ class MaskedSum:
             self._relay(number, {})
             text = f"no sum in round {self.round}: {error}"
             self.post.journal({"event": "no_sum", "round": self.round, "text": text})
-            raise RoundMissed(text, None) from None
+            raise RoundMissed(text) from None
         self._note_sum(first, server.came)
         new, reply = rule(shared, make_summed(message, mean, samples))
         check_reply(reply, message.expects)

@@ -385,6 +385,18 @@ def test_a_node_that_is_closed_says_so(network):
             ask()
 
 
+def test_closing_does_not_wait_for_questions_that_are_open(network):
+    """The transport ends these, which its owner closes afterwards."""
+    _, (a, _), _ = network(2)
+    asked, free = threading.Event(), threading.Event()
+    a.post._pool.submit(lambda: asked.set() or free.wait(60))
+    assert asked.wait(10)
+    started = time.monotonic()
+    a.post.close()
+    assert time.monotonic() - started < 10
+    free.set()
+
+
 def test_a_client_gives_up_when_no_server_answers(network):
     _, (a, b), _ = network(2, deadline=0.1, server_wait=0.0)
     a.post.transport.close()

@@ -98,7 +98,7 @@ def test_a_round_without_a_sum_is_an_error_in_the_servers_log_and_the_run_goes_o
 
     def leave(self, *args):
         if self.context.round == 1 and self.client in (2, 3):
-            raise RoundMissed("gone", None)
+            raise RoundMissed("gone")
         return act(self, *args)
 
     monkeypatch.setattr(MaskingClient, "mask_model", leave)

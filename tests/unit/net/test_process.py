@@ -4,6 +4,7 @@ import json
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,6 +148,24 @@ def test_the_exit_status_says_whether_anybody_was_there(
     if text is not None:
         (tmp_path / process.checkpoint.PROVENANCE).write_text(json.dumps(text))
     assert process._find_status(tmp_path) == status
+
+
+@pytest.mark.parametrize(("alone", "status"), [({}, 0), ({"alone": [[0, 3]]}, 3)])
+def test_a_run_that_ends_returns_whether_anybody_was_there(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, alone: dict[str, Any], status: int
+):
+    folder = process.run_folder(nodefile.load(files["node-00"]), "node-00")
+    folder.mkdir(parents=True, exist_ok=True)
+
+    class Quick:
+        def run(self) -> None:
+            (folder / process.checkpoint.PROVENANCE).write_text(json.dumps(alone))
+
+    written = []
+    monkeypatch.setattr(process, "open_node", lambda *_, **__: nullcontext(Quick()))
+    monkeypatch.setattr(process.summary, "write_summary", written.append)
+    assert process.run_node(files["node-00"]) == status
+    assert written == [folder.parent.parent]
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def leave_before(monkeypatch, name: str, clients) -> None:
 
     def stop(self, *args):
         if self.client in clients:
-            raise RoundMissed("gone", None)
+            raise RoundMissed("gone")
         return act(self, *args)
 
     monkeypatch.setattr(MaskingClient, name, stop)
