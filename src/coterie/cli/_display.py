@@ -27,7 +27,7 @@ from rich.text import Text
 from coterie._util.mappings import select_keys
 from coterie._util.names import format_clients
 from coterie.functional.metrics import DIVERGED, REGISTRY, Metric, Metrics
-from coterie.results import pairs
+from coterie.results import by_phase, pairs
 from coterie.results.clients import load_client_rows
 from coterie.results.coverage import describe_coverage, describe_skipped_rounds
 from coterie.results.pairs import Pair
@@ -187,6 +187,8 @@ def print_results(study: Study, console: Console) -> None:
         gains = study.gains()
         if gains["rows"]:
             console.print(_build_gain_table(gains, known[gains["metric"]], labels))
+        if phases := study.summary.get("phases"):
+            console.print(_build_phase_table(phases, known[phases[0]["metric"]]))
         for line in describe_new_clients(study.summary, metric.name):
             console.print(f"\n{line}", markup=False, highlight=False)
     for job, clients in study.diverged.items():
@@ -201,6 +203,19 @@ def print_results(study: Study, console: Console) -> None:
             f"Rounds were scaled by {study.config.scale:g}: this is a quick test, not the "
             "full study."
         )
+
+
+def _build_phase_table(rows: Sequence[Mapping[str, Any]], metric: Metric) -> Table:
+    """Build the table of the phases of each method, where the data change over the rounds."""
+    table = Table(
+        title=f"\n{by_phase.describe_columns(metric)}", title_justify="left", title_style="",
+        box=None, pad_edge=False, header_style="dim",
+    )  # fmt: skip
+    for place, head in enumerate(by_phase.HEAD):
+        table.add_column(head, justify="right" if place else "left", overflow="fold")
+    for row in by_phase.build_phase_rows(rows, metric):
+        table.add_row(*map(Text, row))
+    return table
 
 
 def build_client_table(study: Study, width: int) -> Group:

@@ -28,6 +28,7 @@ from coterie.data._partition import (
     order_by_class,
 )
 from coterie.data.datasets import call_dataset_function, load_dataset
+from coterie.data.drift import drift_to_table, join_phases, plan_phases
 from coterie.data.federation import PADDING, TRAIN, VALIDATION, Federation, TestSet, Truth
 from coterie.data.plan import Client, Clients, SampleRecipe, Shift, apply_shift
 from coterie.data.preparation import FittedPreparation
@@ -59,6 +60,9 @@ class DataConfig(Configurable):
         validation: validation samples of each client.
         shift: tables with `kind` (of your own: its import path) and the fields of that kind (or
             `Shift` objects), applied in order; kept as tables with every field.
+        drift: tables of changes that begin in a round, each with `kind` ("move": clients move to
+            the next planted cluster; or that of a shift that keeps the samples, with its fields)
+            and the fields of `data.drift.Drift`: `at`, `lasts`, `over`, `share`, `clients`.
         normalize: of images: "half" (mean and deviation 0.5), "standard" (the dataset's own; the
             first one's when there are several) or "none" (only scaled to [0, 1]). A list has one
             for each dataset, in training and in test; where they differ, images are held
@@ -96,6 +100,7 @@ class DataConfig(Configurable):
     train: PositiveInt | None = None
     validation: NonNegativeInt | None = None
     shift: Sequence[Mapping[str, Any] | Shift] = ()
+    drift: Annotated[Sequence[Mapping[str, Any]], MinLen(1)] | None = None
     normalize: Normalize | Annotated[Sequence[Normalize], MinLen(1)] = "half"
     test: Literal["cluster", "client", "own"] = "cluster"
     test_samples: PositiveInt | None = None
@@ -115,6 +120,9 @@ class DataConfig(Configurable):
         for number, one in enumerate(self.shift):
             kept.append(shift_to_table(one, f"shift[{number}]"))
         object.__setattr__(self, "shift", tuple(kept))
+        if self.drift is not None:
+            changes = [drift_to_table(one, f"drift[{n}]") for n, one in enumerate(self.drift)]
+            object.__setattr__(self, "drift", tuple(changes))
         if self.validation is not None and self.train is None:
             raise ConfigError(
                 f"validation is {self.validation} but train is not given; give both, or "
@@ -351,17 +359,25 @@ def build_from_sources(
             f"test is 'own', and {first.name} has no test samples; test = 'client' holds some out"
         )
     tests_of = {"cluster": None, "own": "own", "client": data.test_source}
-    return assemble_federation(
-        clients,
-        sources,
-        rng,
-        data.normalize,
-        tests_of[data.test],
-        data.test_samples,
-        data.test_fraction,
+    plan = plan_phases(data.drift or (), clients, sources, rng)
+    assemble = partial(
+        assemble_federation,
+        sources=sources,
+        rng=rng,
+        # The samples of all phases lie in one table: they have one type.
+        form=SampleLayout.choose_layout(sources, plan.all_clients, data.normalize),
+        own_tests=tests_of[data.test],
+        test_samples=data.test_samples,
+        test_fraction=data.test_fraction,
         fold=None if data.folds is None else (fold, data.folds),
         ids=ids,
     )
+    built = [assemble(phase.clients) for phase in plan.phases]
+    if len(built) == 1:
+        return built[0]
+    # Where clients fill and scale inputs by their own rows, each has a test set of its own.
+    shares_tests = tests_of[data.test] is None and not built[0].fitted
+    return join_phases(plan, built, shares_tests=shares_tests)
 
 
 def _plan_clients(data: DataConfig, sources: Sequence[Source], rng: Rng) -> Clients:
@@ -431,7 +447,7 @@ def assemble_federation(
     clients: Clients,
     sources: Sequence[Source],
     rng: Rng,
-    normalize: str | Sequence[str] = "half",
+    form: "SampleLayout",
     own_tests: Literal["train", "test", "own"] | None = None,
     test_samples: int | None = None,
     test_fraction: float | int = 0.2,
@@ -444,7 +460,7 @@ def assemble_federation(
         clients: what each client is to receive.
         sources: the datasets.
         rng: the streams to draw from.
-        normalize: of images: "half", "standard" or "none"; or one of them for each dataset.
+        form: how samples are laid out.
         own_tests: None: a test set for each kind of client; "train": each client's own held-out
             samples; "test": for each client, samples of the dataset's test set in the client's
             class shares; "own": for each client, the test samples that name it.
@@ -460,7 +476,6 @@ def assemble_federation(
     """
     numbers = range(len(clients)) if ids is None else ids
     drawn = _draw_rows(clients, sources, rng, numbers)
-    form = SampleLayout.choose_layout(sources, clients, normalize)
     if fold is not None:
         drawn, cuts = _arrange_folds(clients, sources, drawn, *fold)
     elif any(source.validation for source in sources):

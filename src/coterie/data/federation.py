@@ -141,6 +141,30 @@ class TestSet:
     __test__ = False  # not a pytest class
 
 
+@dataclass(frozen=True)
+class Phase:
+    """What clients have from a round on, where their data change over the rounds (see `drift`).
+
+    Args:
+        first: the first round of the phase, 1 or later.
+        split: the split of each sample, in place of the federation's: -1 for those not in use.
+        test_of: index of each client's test set.
+        noise: standard deviation of the noise on each client's inputs; None for no noise.
+        truth: the planted clusters; None when unknown or hidden.
+    """
+
+    first: int
+    split: Int[Tensor, "clients samples"]
+    test_of: Int[Tensor, " clients"]
+    noise: Float[Tensor, " clients"] | None = None
+    truth: Truth | None = None
+
+    def host(self, rows: Int[Tensor, " hosted"]) -> "Phase":
+        """Return the phase of some rows, without the planted clusters."""
+        noise = index_optional(self.noise, rows)
+        return Phase(self.first, self.split[rows], self.test_of[rows], noise)
+
+
 @dataclass(frozen=True, repr=False)
 class Federation(Described):
     """The data of a population of clients.
@@ -175,6 +199,8 @@ class Federation(Described):
         table: the columns of the table that inputs were read from; empty where they came otherwise.
         targets: the columns of that table that are learned.
         notes: how its file was read, where that is not the usual way.
+        phases: what changes in which round; `split`, `test_of`, `noise` and `truth` are those
+            before the first of them.
     """
 
     x: Shaped[Tensor, "clients samples *features"] | ClientRows
@@ -199,6 +225,7 @@ class Federation(Described):
     table: tuple[TableColumn, ...] = ()
     targets: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    phases: tuple[Phase, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -233,14 +260,17 @@ class Federation(Described):
         if self.truth is not None:
             sizes = torch.bincount(self.truth.cluster, minlength=len(self.truth.names)).tolist()
             named = zip(self.truth.names, sizes, strict=True)
-            clusters = ", ".join(f"{name} ({size})" for name, size in named)
-        return f"Federation {self.name!r}", {
+            clusters = ", ".join(f"{name} ({size})" for name, size in named if size)
+        facts = {
             "clients": clients,
             "samples of a client": ", ".join(samples),
             "inputs": describe_parts(self.parts) if self.parts else inputs,
             "targets": what,
             "planted clusters": clusters,
         }
+        if self.phases:
+            facts["changes in rounds"] = ", ".join(str(phase.first) for phase in self.phases)
+        return f"Federation {self.name!r}", facts
 
     @property
     def _test_noises(self) -> list[float]:
@@ -284,9 +314,10 @@ class Federation(Described):
                 f"clients {missing[:5]} are not in this federation of {len(self)} clients"
             )
         rows = torch.tensor([place[client] for client in wanted], dtype=torch.int64)
+        phases = tuple(phase.host(rows) for phase in self.phases)
         # All clients in their order: the tensors are shared, not copied.
         if torch.equal(rows, torch.arange(len(self))):
-            return replace(self, truth=None)
+            return replace(self, truth=None, phases=phases)
         return replace(
             self,
             x=self.x[rows],
@@ -299,6 +330,7 @@ class Federation(Described):
             client_names=_select(self.client_names, rows),
             fitted=_select(self.fitted, rows),
             truth=None,
+            phases=phases,
         )
 
     def select_clients(self, rows: Int[Tensor, " chosen"]) -> "Federation":
@@ -306,7 +338,11 @@ class Federation(Described):
 
         Args:
             rows: of the clients; not all of them need to be there.
+
+        Raises:
+            DataError: when the data change over the rounds.
         """
+        self._require_one_phase("chosen as a population of their own")
         # Only test sets that a chosen client has, renumbered.
         kept, test_of = self.test_of[rows].unique(return_inverse=True)
         hosted = self.host(self.ids[rows])
@@ -326,8 +362,10 @@ class Federation(Described):
         """Return a federation of one client with the samples of all, in order, without test sets.
 
         Raises:
-            DataError: when inputs have noise that each client draws at every access.
+            DataError: when inputs have noise that each client draws at every access, or the data
+                change over the rounds.
         """
+        self._require_one_phase("pooled")
         if self.noise is not None:
             raise DataError(
                 "the inputs have noise that each client draws again; such data are not pooled"
@@ -347,6 +385,12 @@ class Federation(Described):
             client_names=(),
             truth=None,
         )
+
+    def _require_one_phase(self, what: str) -> None:
+        if self.phases:
+            raise DataError(
+                f"data that change over the rounds (data.drift) are not {what}; leave the drift out"
+            )
 
     def compute_fingerprint(self) -> str:
         """Hash all data that results depend on: samples, splits, test sets and their shifts.
@@ -381,6 +425,12 @@ class Federation(Described):
         # Added only where there are parts: other fingerprints stay comparable with stored runs.
         if self.parts:
             more.append([[part.name, part.shape, part.whole] for part in self.parts])
+        for phase in self.phases:
+            digest.update(compute_checksum(phase.split) + compute_checksum(phase.test_of))
+            truth = phase.truth
+            planted = ((), ()) if truth is None else (truth.shift, truth.cluster.tolist())
+            level = None if phase.noise is None else phase.noise.tolist()
+            more.append([phase.first, *planted, level])
         digest.update(json.dumps([*more, self.population]).encode())
         return digest.hexdigest()
 
@@ -438,6 +488,19 @@ class Federation(Described):
                 f"{self._describe_client(empty[0])} has no training samples; give every client at "
                 "least one, or leave it out"
             )
+        before = 0
+        for phase in self.phases:
+            if phase.first <= before:
+                raise DataError(
+                    f"a phase begins in round {phase.first}, and one before it in round {before}; "
+                    "expected ascending rounds from 1 on"
+                )
+            before = phase.first
+            # Each phase as a federation of its own has to be valid.
+            replace(
+                self, split=phase.split, test_of=phase.test_of, noise=phase.noise,
+                truth=phase.truth, phases=(),
+            ).validate()  # fmt: skip
         return self
 
     def _describe_client(self, row: int) -> str:
@@ -487,6 +550,15 @@ class Federation(Described):
         if self.truth is not None:
             tensors["truth.cluster"] = self.truth.cluster
         tensors |= stack_fitted(self.fitted)
+        stored_phases = []
+        for i, phase in enumerate(self.phases):
+            tensors |= {f"phases.{i}.split": phase.split, f"phases.{i}.test_of": phase.test_of}
+            if phase.noise is not None:
+                tensors[f"phases.{i}.noise"] = phase.noise
+            if phase.truth is not None:
+                tensors[f"phases.{i}.cluster"] = phase.truth.cluster
+            known = phase.truth and {"names": phase.truth.names, "shift": phase.truth.shift}
+            stored_phases.append({"first": phase.first, "truth": known})
         for i, test in enumerate(self.tests):
             tensors |= {f"tests.{i}.x": read_inputs(test.x), f"tests.{i}.y": test.y}
         truth = None
@@ -514,6 +586,8 @@ class Federation(Described):
             "test_noise": self._test_noises,
             "truth": truth,
         }
+        if stored_phases:
+            meta["phases"] = stored_phases
         path = prepare_file(path)
         # safetensors refuses tensors that share memory, such as views.
         contiguous = {}
@@ -551,6 +625,22 @@ class Federation(Described):
         for i, (name, noise) in enumerate(zip(meta["tests"], noises, strict=True)):
             x, y = tensors[f"tests.{i}.x"], tensors[f"tests.{i}.y"]
             tests.append(TestSet(x, y, name, noise))
+        phases = []
+        for i, stored in enumerate(meta.get("phases", ())):
+            known = stored["truth"] and Truth(
+                tensors[f"phases.{i}.cluster"],
+                tuple(stored["truth"]["names"]),
+                tuple(stored["truth"]["shift"]),
+            )
+            phases.append(
+                Phase(
+                    stored["first"],
+                    tensors[f"phases.{i}.split"],
+                    tensors[f"phases.{i}.test_of"],
+                    tensors.get(f"phases.{i}.noise"),
+                    known,
+                )
+            )
         return Federation(
             x=tensors["x"],
             y=tensors["y"],
@@ -575,4 +665,5 @@ class Federation(Described):
             table=parse_columns(meta.get("table", ())),
             targets=tuple(meta.get("targets", ())),
             notes=tuple(meta.get("notes", ())),
+            phases=tuple(phases),
         )

@@ -153,7 +153,7 @@ class Client:
     @property
     def cluster_name(self) -> str:
         """The name of its cluster."""
-        return " + ".join(name for _, name in self.planted) or "all clients"
+        return name_cluster(self.planted)
 
     def describe_changes(self) -> str:
         """Describe the changes to this client's data."""
@@ -161,6 +161,11 @@ class Client:
 
 
 Clients = tuple[Client, ...]
+
+
+def name_cluster(planted: Sequence[tuple[int, str]]) -> str:
+    """Return the name of a cluster from number and name in each shift; see `Client.planted`."""
+    return " + ".join(name for _, name in planted) or "all clients"
 
 
 @dataclass(frozen=True)

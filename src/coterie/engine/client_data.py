@@ -102,6 +102,19 @@ class ClientData:
         """Return a view of some of these clients; no sample is copied."""
         return replace(self, rows=self.rows[rows], ids=self.ids[rows])
 
+    def select_phase(self, place: int) -> "ClientData":
+        """Return a view of these clients in a phase, where their data change over the rounds.
+
+        Args:
+            place: of the phase in `Federation.phases`.
+        """
+        phase = self.federation.phases[place]
+        now = replace(
+            self.federation, split=phase.split, test_of=phase.test_of, noise=phase.noise, phases=()
+        )
+        splits = {name: find_positions(phase.split, number) for name, number in SPLITS.items()}
+        return replace(self, federation=now, splits=splits)
+
     def first_clients_alone(self, count: int) -> "ClientData":
         """Return a view of the first clients with new ids, as if the population had no others."""
         alone = self.select_clients(torch.arange(count))

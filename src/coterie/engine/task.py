@@ -55,6 +55,8 @@ class Task:
         pool: the task of one client that has everybody's samples, for methods that declare that
             they need it.
         starts_from_module: first models are the module's own values.
+        phases: where the clients' data change over the rounds: the first round of each later phase,
+            and the task from then on.
     """
 
     data: ClientData
@@ -64,6 +66,7 @@ class Task:
     clusters: Int[Tensor, " clients"] | None = None
     pool: "Task | None" = None
     starts_from_module: bool = False
+    phases: "tuple[tuple[int, Task], ...]" = ()
 
     @staticmethod
     def build(
@@ -211,6 +214,20 @@ class Task:
         alone = self._with_data(self.data.first_clients_alone(count))
         clusters = index_optional(self.clusters, slice(count))
         return replace(alone, clusters=clusters, starts_from_module=True)
+
+    def with_phases(self, clusters: Sequence[Int[Tensor, " clients"] | None]) -> "Task":
+        """Return the task with the tasks of the later phases of its federation.
+
+        Args:
+            clusters: of each later phase; see `Task`.
+        """
+        phases = []
+        for place, phase in enumerate(self.data.federation.phases):
+            now = self._with_data(self.data.select_phase(place))
+            # Losses that were measured on other data must not be taken for these.
+            now = replace(now, evaluator=replace(now.evaluator, cache={}))
+            phases.append((phase.first, replace(now, clusters=clusters[place])))
+        return replace(self, phases=tuple(phases))
 
     def for_round(self, rng: Rng) -> "Task":
         """Return a view for the evaluations of a round: noise on inputs depends on the round."""

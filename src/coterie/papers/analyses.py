@@ -168,7 +168,9 @@ def evaluate_betas(loop: Loop, options: AnalysisOptions) -> pd.DataFrame:
     method = loop.method
     assert isinstance(method, FedGwc)
     # -1 stands for a cluster that is not known; then the scores against the truth are left out.
-    planted = torch.from_numpy(loop.record.clusters[loop.record.table_ids(loop.task.ids)])
+    planted = torch.from_numpy(
+        loop.record.find_clusters(loop.next_round - 1)[loop.record.table_ids(loop.task.ids)]
+    )
     truth = planted if bool((planted >= 0).all()) else None
     rows = []
     for beta in options.betas:

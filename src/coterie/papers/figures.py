@@ -295,7 +295,8 @@ def _load_pairs(run: StoredRun, column: str) -> pd.DataFrame:
 
 def _find_planted_clusters(run: StoredRun, edges: pd.DataFrame) -> list[Int[np.ndarray, " edges"]]:
     """Return the planted clusters of the reader and the read client of each edge; -1: unknown."""
-    return [run.planted_clusters[edges[one].to_numpy(np.int64)] for one in ("reader", "read")]
+    rounds, find = edges["round"].to_numpy(np.int64), run.planted_phases.find
+    return [find(rounds, edges[one].to_numpy(np.int64)) for one in ("reader", "read")]
 
 
 def _choose_rounds(tables: Sequence[pd.DataFrame], number: int) -> list[int]:

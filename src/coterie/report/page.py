@@ -23,7 +23,7 @@ from coterie._util.mappings import drop_empty, drop_keys
 from coterie._util.names import format_clients, shorten_text
 from coterie.functional.metrics import EPSILON, Metric
 from coterie.report.data import build_empty_payload, build_payload
-from coterie.results import pairs
+from coterie.results import by_phase, pairs
 from coterie.results.stored_runs import (
     StoredRun,
     UnreadableRun,
@@ -204,6 +204,9 @@ def render_overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
         new_clients = describe_new_clients(data["results"], data["metric"])
         for line in [*describe_privacy(runs), *new_clients]:
             parts.append(f"<p>{escape(line)}.</p>")
+        if phases := data["results"].get("phases"):
+            table = render_phase_table(phases, known[phases[0]["metric"]])
+            parts.append(f"<h2>By phase</h2>{table}")
         gains = render_gain_table(data, known[data["gains"]["metric"]])
         parts.append(f"<h2>Gain over training alone</h2>{gains}")
         for name in others:
@@ -211,6 +214,20 @@ def render_overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
             parts.append(f"<details>{summary}{tables[name]}</details>")
     parts.append('<div id="glance"></div>')
     return "\n".join(parts)
+
+
+def render_phase_table(rows: Sequence[Mapping[str, Any]], metric: Metric) -> str:
+    """Render the phases of each method, where the data change over the rounds."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in by_phase.HEAD)
+    body = []
+    for label, *cells in by_phase.build_phase_rows(rows, metric):
+        values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        body.append(f'<tr><th scope="row">{escape(label)}</th>{values}</tr>')
+    caption = escape(by_phase.describe_columns(metric))
+    return (
+        f'<div class="scroll"><table class="results"><caption>{caption}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+    )
 
 
 def render_client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metric: Metric) -> str:
@@ -283,6 +300,7 @@ def render_study_description(config: Mapping[str, Any], data: Mapping[str, Any])
     entries = {
         "Data": _format_value(settings.get("dataset")),
         "Shift": "; ".join(map(_describe_shift, settings.get("shift") or [])),
+        "Drift": "; ".join(map(_describe_shift, settings.get("drift") or [])),
         "Clients": _describe_clients(settings, data),
         "Folds": _describe_folds(settings.get("folds")),
         "Planted clusters": ", ".join(map(_describe_cluster, data["clusters"])),

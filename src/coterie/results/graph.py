@@ -18,6 +18,7 @@ from scipy import sparse
 
 from coterie._util.mappings import number_items
 from coterie.errors import DataError, require
+from coterie.results.planted import PlantedPhases
 
 MOST_COMMUNITIES = 20
 PATIENCE = 4  # numbers of communities tried in vain before the search ends
@@ -78,17 +79,22 @@ def _select_peer_reads(
     return index[others], reader[others], read[others]
 
 
-def within_share(edges: pd.DataFrame, truth: Int[np.ndarray, " population"]) -> pd.Series:
+def within_share(
+    edges: pd.DataFrame, truth: Int[np.ndarray, " population"] | PlantedPhases
+) -> pd.Series:
     """Return the share of each round's reads within the reader's planted cluster, indexed by round.
 
     Args:
         edges: the edges table.
-        truth: the planted cluster of each client.
+        truth: the planted cluster of each client, or that by round.
     """
+    if not isinstance(truth, PlantedPhases):
+        truth = PlantedPhases(np.zeros(1, np.int64), truth[None])
     index, reader, read = _select_peer_reads(edges)
     # `place` is the index of each read's round among the rounds.
     rounds, place, pulls = np.unique(index, return_inverse=True, return_counts=True)
-    inside = np.bincount(place, weights=truth[reader] == truth[read], minlength=len(rounds))
+    same = truth.find(index, reader) == truth.find(index, read)
+    inside = np.bincount(place, weights=same, minlength=len(rounds))
     return pd.Series(inside / pulls, index=rounds, dtype=float, name="within")
 
 

@@ -29,6 +29,7 @@ from coterie.functional.paired import overlap_from_share
 from coterie.methods import METHODS
 from coterie.methods.base import Method
 from coterie.results.coverage import RunState, RunStatus
+from coterie.results.planted import PlantedPhases
 from coterie.runtime import checkpoint, newcomers
 from coterie.runtime.checkpoint import PROVENANCE
 from coterie.runtime.final_metrics import find_diverged, select_defined, select_final_tests
@@ -103,10 +104,13 @@ class StoredRun:
 
     @cached_property
     def client_clusters(self) -> pd.Series:
-        """The planted cluster of each client (-1 when unknown), indexed by client id."""
-        # The planted cluster repeats in each row of a client.
-        first = self.metrics.drop_duplicates("client")
-        return pd.Series(first["cluster"].to_numpy(), index=first["client"].to_numpy()).sort_index()
+        """The planted cluster of each client (-1 when unknown), indexed by client id.
+
+        Where the data change over the rounds, the one at the end.
+        """
+        # The planted cluster repeats in each row of a client. Rows are in the order of rounds.
+        last = self.metrics.drop_duplicates("client", keep="last")
+        return pd.Series(last["cluster"].to_numpy(), index=last["client"].to_numpy()).sort_index()
 
     @property
     def known_clusters(self) -> set[int]:
@@ -126,6 +130,28 @@ class StoredRun:
         return self.client_clusters.reindex(range(self.population), fill_value=-1).to_numpy(
             np.int64
         )
+
+    @cached_property
+    def planted_phases(self) -> PlantedPhases:
+        """The planted clusters by round: several phases where the data change over the rounds."""
+        rows = self.metrics
+        changed = (
+            self.client_clusters.reindex(rows["client"].to_numpy()).to_numpy()
+            != rows["cluster"].to_numpy()
+        )
+        if not changed.any():
+            return PlantedPhases(np.zeros(1, np.int64), self.planted_clusters[None])
+        # In the first round of a phase all clients are validated.
+        rows = rows.loc[(rows["split"] == "validation").to_numpy()]
+        firsts, found = list[int](), list[np.ndarray]()
+        for number, own in rows.groupby("round", sort=True):
+            planted = found[-1].copy() if found else self.planted_clusters.copy()
+            planted[own["client"].to_numpy(np.int64)] = own["cluster"].to_numpy(np.int64)
+            if not found or not np.array_equal(planted, found[-1]):
+                # The warm-up, round -1, has the data of round 0.
+                firsts.append(max(0, int(str(number))))
+                found.append(planted)
+        return PlantedPhases(np.array(firsts), np.stack(found))
 
     @property
     def num_rounds(self) -> int:

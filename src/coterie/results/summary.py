@@ -15,7 +15,7 @@ from jaxtyping import Float
 from coterie._util import manifest
 from coterie._util.claims import claim_folder
 from coterie.functional import metrics
-from coterie.results import pairs
+from coterie.results import by_phase, pairs
 from coterie.results.selection import select_compared_runs, summarize_coverage
 from coterie.results.stored_runs import (
     StoredRun,
@@ -63,6 +63,7 @@ def summarize_study(study: str | Path, seeds: Iterable[int] | None = None) -> di
         `timing`: seconds and training samples of each run.
         `participation`, `spent`, `time_to_accuracy`, `undefined` and, when a node left out rounds,
             `skipped`: see the functions below.
+        `phases` where the data change over the rounds: see `by_phase.summarize_phases`.
         `metrics` when methods declared some, and `scale` when the rounds were scaled.
 
     Raises:
@@ -110,6 +111,8 @@ def summarize_runs(
             content[key] = marked
     if declared := metrics.metrics_to_store(collect_metrics(runs).values()):
         content["metrics"] = declared
+    if chosen and (phases := by_phase.summarize_phases(chosen, main_metric(chosen))):
+        content["phases"] = phases
     if joined := summarize_new_clients(chosen):
         content["new_clients"] = joined
     # The smallest: it says how far these runs are from those of the study at most.
@@ -123,14 +126,25 @@ def _build_rows(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[dic
     rows = []
     for group in group_by_label(runs).values():
         for metric in _list_result_metrics(group):
-            reduced = pd.DataFrame([compute_cluster_means(run, metric) for run in group])
-            for cluster in reduced.columns:
-                mean, deviation = mean_std_over_seeds(reduced[cluster].to_numpy(float))
+            reduced: dict[int | str, list[float]] = {}
+            for run in group:
+                for cluster, value in compute_cluster_means(run, metric).items():
+                    # Where data change over the rounds, a cluster may be empty with some seeds.
+                    reduced.setdefault(cluster, []).append(value)
+            for cluster, values in _order_clusters(reduced):
+                mean, deviation = mean_std_over_seeds(np.array(values))
                 row = describe_method(group[0])
                 row |= {"cluster": names.get(cluster, str(cluster)), "metric": metric}
-                row |= {"mean": mean, "std": deviation, "seeds": len(reduced)}
+                row |= {"mean": mean, "std": deviation, "seeds": len(values)}
                 rows.append(row)
     return rows
+
+
+def _order_clusters(reduced: Mapping[Any, list[float]]) -> list[tuple[Any, list[float]]]:
+    """Order the clusters by number, and the means over all clients and clusters after them."""
+    clusters = sorted(key for key in reduced if isinstance(key, int))
+    others = [key for key in reduced if not isinstance(key, int)]
+    return [(key, reduced[key]) for key in (*clusters, *others)]
 
 
 def _list_result_metrics(runs: Sequence[StoredRun]) -> list[str]:

@@ -139,8 +139,12 @@ class Loop:
     ) -> None:
         schedule = settings.schedule
         require(schedule in self.schedules, "schedule", schedule, " or ".join(self.schedules))
+        self.next_round = -1  # the warm-up
         # Every draw of the task comes from streams of the run; see decision 003.
-        self.task, self.rng = task.for_round(rng), rng
+        self._tasks = [(-1, task.for_round(rng))]
+        for first, later in task.phases:
+            self._tasks.append((first, later.for_round(rng)))
+        self.rng = rng
         self.method, self.exchange, self.settings, self.record = method, exchange, settings, record
         self.order: Order = settings.order or method.order
         if extensions is None:
@@ -151,7 +155,6 @@ class Loop:
         self.evaluated_models: Tensor | None = None  # the models of the final evaluation
         # the models that the last round judged, and how they did
         self._validated: tuple[Tensor, dict[str, Tensor]] | None = None
-        self.next_round = -1  # the warm-up
         # the first and the last round of each gap
         self.skipped_rounds: list[tuple[int, int]] = []
         self.alone_rounds: list[tuple[int, int]] = []  # of a node that received no message
@@ -167,6 +170,19 @@ class Loop:
         self.mean_reports: dict[str, float] = {}  # means over clients of the last report
         self.translation: dict[str, Any] = {}  # what the check of the translation has found
         self._undeclared: set[str] = set()  # reported names that a warning has named already
+
+    @property
+    def task(self) -> Task:
+        """The task of the next round; after the last round, that of the last."""
+        return self._find_task(self.next_round)
+
+    def _find_task(self, index: int) -> Task:
+        """Return the task with the data of a round."""
+        return [task for first, task in self._tasks if first <= index][-1]
+
+    def _begins_phase(self, index: int) -> bool:
+        """Whether the clients' data change before a round."""
+        return any(first == index for first, _ in self._tasks[1:])
 
     def _init_state(self, task: Task) -> State:
         """Return the state before the first round of the clients of a task."""
@@ -271,7 +287,7 @@ class Loop:
 
     def _task_at(self, index: int) -> Task:
         """Return the task with the random streams with which it evaluates in a round."""
-        return self.task.for_round(self.rng.at_round(index))
+        return self._find_task(index).for_round(self.rng.at_round(index))
 
     def _make_round(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
         # Reachable are the members of the cohort: the others publish nothing in this round.
@@ -336,6 +352,8 @@ class Loop:
         self.refused = {}
         rng = self.rng.at_round(index)
         self.exchange.begin_round(rng)
+        if self._begins_phase(index):
+            self._begin_phase(index)
         cohort = self._choose_cohort(rng)
         # A mask of the population, so that the order of a drawn cohort does not matter.
         taking = torch.zeros(self.task.population, dtype=torch.bool)
@@ -362,6 +380,21 @@ class Loop:
         self.state = new
         self.record.add_edges(index, self.task.ids[rows], info)
         self._finish_round(index, rows, info)
+
+    def _begin_phase(self, index: int) -> None:
+        """Forget what was measured on the data that clients had before."""
+        self.tracker = dataclasses.replace(
+            self.tracker, best_loss=torch.full_like(self.tracker.best_loss, torch.inf)
+        )
+        self.validation = {}
+        # A method that needs the planted clusters gets the new ones.
+        if "truth" in self.method.needs:
+            self.exchange.set_active(self.task.ids)
+            everybody = torch.arange(len(self.task))
+            whole = self._make_round(index, everybody, torch.arange(self.task.population))
+            self.state = check_returned_state(
+                self.method, "enroll", self.method.enroll(whole, self.state), self.task
+            )
 
     def _require_moments(self, before: State, after: State) -> None:
         """Refuse a state that lost the optimizers' moments, which last from round to round."""
@@ -396,9 +429,12 @@ class Loop:
         if "train_samples" in info:
             self.train_samples += int(info["train_samples"].sum())
         self._record_info(index, ids[rows], info)
-        # The last round is evaluated in any case: the final choice needs it.
+        # The last round is evaluated in any case: the final choice needs it. So are the first round
+        # of a phase, from which on the best model is chosen, and the last, which is its result.
         last = index + 1 == self.settings.rounds
-        if index >= 0 and (index + 1) % self.settings.validate_every and not last:
+        begins, ends = self._begins_phase(index), self._begins_phase(index + 1)
+        due = index < 0 or (index + 1) % self.settings.validate_every == 0
+        if not (due or last or begins or ends):
             return
         params, extra = self._fetch_served_models(index)
         # Where a round ends with an exchange, the models before it are the ones to judge: they are
@@ -413,7 +449,7 @@ class Loop:
         # A server serves every client after each round, so all are measured; of peers only the
         # ones that took part have changed.
         measured[rows] = True
-        if self.method.server:
+        if self.method.server or begins:
             measured[:] = True
         if bool(measured.all()):
             values = self._task_at(index).evaluator.evaluate_split(judged, "validation")
@@ -457,7 +493,12 @@ class Loop:
         if (label := metrics.LABEL.name) in extra:
             self.record.add_metrics(index, ids, "train", "current", {label: extra[label]})
         every = self.settings.eval_every
-        if every and (index + 1) % every == 0 and index >= 0:
+        due = every and (index + 1) % every == 0 and index >= 0
+        # Each phase has results of its own: the newest models after its first and its last round.
+        begins, ends = self._begins_phase(index), self._begins_phase(index + 1)
+        if len(self._tasks) > 1 and index + 1 == self.settings.rounds:
+            ends = True
+        if due or begins or ends:
             self.record.add_metrics(
                 index, ids, "test", "current", self._evaluate_on_tests(index, params)
             )
@@ -633,7 +674,9 @@ class Loop:
             values |= final_metrics.compute_maxima(self.record.metrics, clients)
         if "clusters" in wanted:
             planted = torch.from_numpy(
-                self.record.clusters[self.record.table_ids(self.task.ids[seen])]
+                self.record.find_clusters(self.next_round - 1)[
+                    self.record.table_ids(self.task.ids[seen])
+                ]
             )
             if label is not None:
                 # -1 marks an unknown cluster: a comparison needs all of them.

@@ -7,7 +7,7 @@ checkpoint can hold the record exactly.
 """
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,8 @@ class Record:
         similarities: whether edges have SIMILARITY_COLUMNS.
         data: a digest of all data of the run; "" where nobody needs it.
         ages: whether edges have AGE_COLUMNS.
+        later_clusters: the first round and the planted clusters of each later phase, where the data
+            change over the rounds.
     """
 
     def __init__(
@@ -93,16 +95,23 @@ class Record:
         similarities: bool = False,
         data: str = "",
         ages: bool = False,
+        later_clusters: Sequence[tuple[int, Int[Tensor, " population"]]] = (),
     ) -> None:
         self.data = data
         self.hidden, self.similarities, self.ages = hidden, similarities, ages
-        self.clusters = clusters.numpy()
+        self._clusters = [(-1, clusters.numpy())]
+        for first, planted in later_clusters:
+            self._clusters.append((first, planted.numpy()))
         self.ids = None if ids is None else ids.numpy()
         self.client_names = dict(client_names or {})
         self.names: list[str] = []
         further = SIMILARITY_COLUMNS * similarities + AGE_COLUMNS * ages
         self._metrics = _ColumnTable(METRIC_COLUMNS)
         self._edges = _ColumnTable((*EDGE_COLUMNS, *further))
+
+    def find_clusters(self, round: int) -> Int[np.ndarray, " population"]:
+        """Return the planted cluster of each member of the population in a round."""
+        return [planted for first, planted in self._clusters if first <= round][-1]
 
     def _name_code(self, text: str) -> int:
         if text not in self.names:
@@ -135,14 +144,14 @@ class Record:
             seen = ~self.hidden[ids]
             values = {name: value[seen.to(value.device)] for name, value in values.items()}
             ids = ids[seen]
-        clients = self.table_ids(ids)
+        clients, planted = self.table_ids(ids), self.find_clusters(round)
         # Sorted, so that the order in which a method reports does not change the files.
         for metric, value in sorted(values.items()):
             self._metrics.add_rows(
                 len(clients),
                 round=round,
                 client=clients,
-                cluster=self.clusters[clients],
+                cluster=planted[clients],
                 split=self._name_code(split),
                 model=self._name_code(model),
                 metric=self._name_code(metric),

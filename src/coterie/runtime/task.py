@@ -23,6 +23,8 @@ def make_task(
     settings: Settings,
     secret: int | None = None,
     pool: Federation | None = None,
+    *,
+    follows_phases: bool = False,
 ) -> Task:
     """Check everything that a run needs, and return its task for all clients of a federation.
 
@@ -35,6 +37,7 @@ def make_task(
         secret: seed of the draws of private training, see `Task`.
         pool: the samples of all clients as those of one, for methods that need them; made of
             `federation` when None.
+        follows_phases: whether who trains this task changes it where the data change.
 
     Raises:
         ConfigError: when the method needs planted clusters and there are none, or a name is
@@ -50,6 +53,11 @@ def make_task(
                     f"{name} is set; {method.kind} cannot have it: its clients see means of "
                     "groups, and no single model"
                 )
+    if federation.phases and not follows_phases:
+        raise ConfigError(
+            "data.drift is set, and this follows no change of the data over the rounds; expected "
+            "data without it: simulations alone have it"
+        )
     local = settings.local
     # Imports fail here, before anything is written, and with the name of the setting.
     for name, path in custom_functions(method).items():
@@ -59,6 +67,9 @@ def make_task(
         if federation.truth is None:
             raise ConfigError(f"{method.kind} needs the planted clusters; this federation has none")
         clusters = federation.truth.cluster
+    later = [phase.truth and phase.truth.cluster for phase in federation.phases]
+    if clusters is None:
+        later = [None for _ in later]
     local.check_imports()
     if local.custom_augment and federation.parts:
         raise ConfigError(
@@ -105,7 +116,7 @@ def make_task(
     task = build(federation.host(federation.ids), clusters=clusters, pool=pooled)
     task.trainer.check_batches(local)
     task.trainer.check_private(local)
-    return task
+    return task.with_phases(later) if later else task
 
 
 def _check_ranks(adapter: AdapterConfig | None, method: Method, settings: Settings) -> None:

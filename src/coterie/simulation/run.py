@@ -45,6 +45,7 @@ from coterie.runtime.settings import Settings
 from coterie.runtime.taken_home import check_models_home
 from coterie.runtime.task import make_task
 from coterie.simulation import _memory, attackers
+from coterie.simulation._phases import check_phases
 from coterie.simulation._sequential import select_loop
 from coterie.simulation.notebook import Bar, open_bar
 from coterie.simulation.workers import end_unguarded_import
@@ -302,6 +303,7 @@ def simulate(
         seed,
         "a whole number, 0 or more and below 2^63",
     )
+    check_phases(federation, method, settings, hosted_here=host is None)
     check_device(settings.device)
     started = time.perf_counter()
     claim: AbstractContextManager[Any] = nullcontext()
@@ -343,7 +345,7 @@ def simulate(
             reporting = report_compiling(lambda text: notes(Note(label or method.kind, seed, text)))
         with reporting:
             own = dataclasses.replace(settings, **began)
-            task = make_task(taking, method, model, own)
+            task = make_task(taking, method, model, own, follows_phases=True)
             # A compiler may be missing here: then another engine runs, for a reason of its own.
             if why and task.engine.name == began["engine"]:
                 task.engine.reason = why
@@ -464,9 +466,8 @@ def reopen_loop(
     taking = federation
     if parts is not None:
         taking = parts.participants
-    task = make_task(
-        taking, method, model, dataclasses.replace(settings, **checkpoint.load_engine(Path(folder)))
-    )
+    own = dataclasses.replace(settings, **checkpoint.load_engine(Path(folder)))
+    task = make_task(taking, method, model, own, follows_phases=True)
     loop = _make_loop(task, federation, method, settings, seed, None, parts, attacked)
     checkpoint.load(
         Path(folder),
@@ -510,9 +511,15 @@ def _make_record(
         truth = federation.truth.cluster
     if parts is not None:
         ids = parts.ids
+    later = []
+    for phase in federation.phases:
+        planted = torch.full_like(truth, -1)
+        if phase.truth is not None:
+            planted = phase.truth.cluster
+        later.append((phase.first, planted))
     return Record(
         truth, federation.names_by_id, ids, hidden, settings.record_similarities, data,
-        ages=settings.schedule == "asynchronous",
+        ages=settings.schedule == "asynchronous", later_clusters=later,
     )  # fmt: skip
 
 
@@ -552,8 +559,9 @@ def check_run(
     The arguments and errors are those of `make_task`; a method may refuse data that it cannot use.
     """
     _check_types(federation, method, model, settings)
+    check_phases(federation, method, settings)
     # The forecast makes the method's first state, of two small populations.
-    task = make_task(federation, method, model, settings)
+    task = make_task(federation, method, model, settings, follows_phases=True)
     _forecast_run(task, federation, method, settings, stored=False)
     return task
 

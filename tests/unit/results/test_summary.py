@@ -148,3 +148,22 @@ def test_newcomers_without_a_value_leave_the_mean_undefined_without_a_warning(
     runs, _ = stored_runs.load_runs([tmp_path / "s"])
     found = [one for one in summary.summarize_new_clients(runs) if one["metric"] == "accuracy"]
     assert [one["mean"] for one in found] == [pytest.approx(expected, nan_ok=True)]
+
+
+def test_a_cluster_that_a_seed_does_not_have_is_averaged_over_the_others(
+    tmp_path, write_run, final_rows
+):
+    """With data that change over the rounds a cluster may be empty at the end: nothing diverged."""
+    for seed, clusters in ((0, [0, 0, 2]), (1, [0, 1, 1])):
+        rows = final_rows([0.5, 0.7, 0.9], clusters)
+        folder = tmp_path / "s" / "A" / f"seed-{seed}"
+        write_run(folder, kind="dac", label="A", seed=seed, metrics=rows)
+    found = summary.summarize_study(tmp_path / "s")["rows"]
+    told = [(one["cluster"], one["mean"], one["seeds"]) for one in found]
+    assert told == [
+        ("0", pytest.approx(0.55), 2),
+        ("1", pytest.approx(0.8), 1),
+        ("2", pytest.approx(0.9), 1),
+        ("all", pytest.approx(0.7), 2),
+        ("clusters", pytest.approx((0.75 + 0.65) / 2), 2),
+    ]

@@ -18,6 +18,7 @@ from coterie.report.data.packing import (
     thin_indices,
 )
 from coterie.results import graph
+from coterie.results.planted import PlantedPhases
 from coterie.results.stored_runs import StoredRun
 
 MOST_POINTS = 300  # rounds of a curve
@@ -82,6 +83,9 @@ def _build_method_reads(
     clients: np.ndarray,
 ) -> dict[str, Any]:
     population, side = len(cluster), int(cell.max()) + 1
+    # Clusters are those at the end, where the data change over the rounds. What is compared with
+    # them are reads from the last change on.
+    changed = max(run.planted_phases.last_change for run in runs)
     counts = np.zeros((len(ends), side, side), dtype=np.int64)
     whole = sparse.csr_array((population, population), dtype=np.int64)
     for run in runs:
@@ -92,13 +96,19 @@ def _build_method_reads(
         code = (frame * side + cell[reader]) * side + cell[read]
         counts += np.bincount(code, minlength=counts.size).reshape(counts.shape)
         whole = whole + graph.count_reads_sparse(table, population)
-    shares = [graph.within_share(run.edges, cluster) for run in runs]
+    latest = [run.edges.loc[(run.edges["round"] >= changed).to_numpy()] for run in runs]
+    since = whole
+    if changed:
+        since = sparse.csr_array((population, population), dtype=np.int64)
+        for table in latest:
+            since = since + graph.count_reads_sparse(table, population)
+    shares = [graph.within_share(run.edges, _pad_phases(run, cluster)) for run in runs]
     rounds = np.unique(np.concatenate([share.index.to_numpy(np.int64) for share in shares]))
     rounds = rounds[thin_indices(len(rounds), MOST_POINTS)]
     stacked = np.array([share.reindex(rounds).to_numpy(float) for share in shares])
     mean, spread = nan_mean_std(stacked)
-    found = np.concatenate([graph.rounds_to_discovery(run.edges, cluster) for run in runs])
-    groups = graph.find_communities(whole)
+    found = np.concatenate([graph.rounds_to_discovery(table, cluster) for table in latest])
+    groups = graph.find_communities(since)
     # A window holds a number for each pair of clients: many of large populations make a huge page.
     windows = WINDOWS if population <= 300 else 2
     at = thin_indices(len(ends), windows)
@@ -124,6 +134,16 @@ def _build_method_reads(
         "peers": pack_array(peers, id_type),
         "times": pack_array(times, "u16"),
     }
+
+
+def _pad_phases(run: StoredRun, cluster: Int[np.ndarray, " population"]) -> PlantedPhases:
+    """Return the clusters of a run by round, for a population in which runs have more clients."""
+    phases = run.planted_phases
+    if len(phases.firsts) == 1:
+        return PlantedPhases(phases.firsts, cluster[None])
+    padded = np.tile(cluster, (len(phases.firsts), 1))
+    padded[:, : phases.clusters.shape[1]] = phases.clusters
+    return PlantedPhases(phases.firsts, padded)
 
 
 def _find_top_peers(
@@ -158,11 +178,12 @@ def _score_windows(
         if counts.nnz:
             found = graph.find_communities(counts)
             number = int(found.max()) + 1
+            planted = _pad_phases(runs[0], cluster).select(int(end) - 1)
             out.append(
                 {
                     "round": int(end) - 1,
                     "groups": number,
-                    **graph.compare_partitions(found, cluster),
+                    **graph.compare_partitions(found, planted),
                 }
             )
         start = end
@@ -185,16 +206,21 @@ def build_labels(
         for run in runs:
             rounds, values = build_dense_table(run, "train", LABEL.name)
             if len(rounds):
-                tables.append((rounds, values))
+                tables.append((rounds, values, _pad_phases(run, cluster)))
         if not tables:
             continue
-        first_rounds, first_values = tables[0]
+        first_rounds, first_values, _ = tables[0]
         rounds = first_rounds[thin_indices(len(first_rounds), LABEL_POINTS)]
         scores = []
-        for own, values in tables:
+        for own, values, planted in tables:
             # The last own round at or before each shown one, at least the first.
             at = np.clip(np.searchsorted(own, rounds, side="right") - 1, 0, len(own) - 1)
-            scores.append([_score_labels(row, cluster) for row in values[at]])
+            scores.append(
+                [
+                    _score_labels(row, planted.select(int(number)))
+                    for row, number in zip(values[at], own[at], strict=True)
+                ]
+            )
         ari, nmi, number = nan_mean_std(np.array(scores))[0].T.tolist()
         # Of a large population only the last labels are shown: the page must stay small.
         shown_rounds = rounds if len(cluster) <= MOST_CLIENTS else rounds[-1:]
