@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from coterie.cluster import blocks
-from coterie.cluster.blocks import ThreadBlocks, simulate_in_blocks
+from coterie.cluster.blocks import ThreadBlocks, partition_clients, simulate_in_blocks
 from coterie.cluster.exchange import BlockInterrupted, Postbox
 from coterie.data.federation import Truth
+from coterie.errors import ConfigError
 from coterie.exchange.base import Message
 from coterie.methods import METHODS, Local
 from coterie.simulation.run import RunPlan, simulate
@@ -169,3 +170,18 @@ def test_clients_whose_data_leave_a_metric_undefined_are_those_of_one_process(tm
         told.append(json.loads((tmp_path / folder / "provenance.json").read_text())["undefined"])
     assert told[0] == told[1]
     assert "4" in str(told[0]["auroc"])
+
+
+@pytest.mark.parametrize(("clients", "blocks"), [(7, 1), (7, 3), (7, 6), (7, 7), (1, 1)])
+def test_clients_are_partitioned_in_order_into_blocks_of_about_one_size(clients, blocks):
+    found = partition_clients(clients, blocks)
+    assert torch.cat(found).tolist() == list(range(clients))
+    sizes = [len(rows) for rows in found]
+    assert len(sizes) == blocks
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("blocks", [0, 8, -1, [], [7, 0], [3, 3], [4, 4]])
+def test_blocks_without_a_client_or_of_other_clients_are_refused(blocks):
+    with pytest.raises(ConfigError, match="blocks"):
+        partition_clients(7, blocks)
