@@ -1,7 +1,9 @@
 """Results by phase, worked by hand: two phases of four clients, of which one moves."""
 
 import io
+import json
 import math
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -116,3 +118,16 @@ def test_the_terminal_and_the_page_show_the_table(runs):
     assert "<dt>Drift</dt><dd>move: at 4, clients 1</dd>" in words
     evil = [{**content["phases"][0], "label": "<b>"}]
     assert "&lt;b&gt;" in render_phase_table(evil, ACCURACY)
+
+
+def test_the_guide_has_the_numbers_of_the_stored_run():
+    root = Path(__file__).parents[3] / "docs"
+    page = (root / "how-to/drift.md").read_text("utf-8")
+    stored = json.loads((root / "reference/runs/drift/move/summary.json").read_text("utf-8"))
+    found = [by_phase.HEAD, *by_phase.build_phase_rows(stored["phases"], ACCURACY)]
+    assert len(found) == 13
+    for row in found:
+        assert f"| {' | '.join(row)} |" in page
+    (dac,) = (row for row in stored["phases"] if (row["label"], row["phase"]) == ("DAC", 1))
+    shares = [round(100 * dac[name]) for name in ("share_before", "share_begins", "share")]
+    assert shares == [61, 34, 52]
