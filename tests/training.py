@@ -16,4 +16,4 @@ def intercept_training(loop: Loop, function: Callable[..., Any]) -> None:
             return function(super().train, *arguments, **options)
 
     parts = {field.name: getattr(loop.task, field.name) for field in fields(loop.task)}
-    loop.task = Intercepted(**parts)
+    loop._tasks = [(-1, Intercepted(**parts))]

@@ -11,7 +11,7 @@ from coterie import testing
 from coterie.data.federation import Federation
 from coterie.engine.task import LocalTraining
 from coterie.exchange.base import Message
-from coterie.methods import METHODS
+from coterie.methods import METHODS, server
 from coterie.methods.base import Method
 from coterie.methods.ditto import Ditto, personal_training
 from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
@@ -282,11 +282,11 @@ def test_too_few_updates_change_nothing():
     lost = dataclasses.replace(
         message, params=params.clone().index_fill_(0, torch.tensor([0]), torch.nan)
     )
-    merged, reply = method._aggregate_valid({}, context, shared, lost)
+    merged, reply = server._aggregate_valid(method, {}, context, shared, lost)
     torch.testing.assert_close(merged.models[0], params[1:].mean(0))
     assert reply.index.shape == (4, 0)
     nothing = dataclasses.replace(message, params=torch.full_like(params, torch.nan))
-    assert method._aggregate_valid({}, context, shared, nothing)[0] is shared
+    assert server._aggregate_valid(method, {}, context, shared, nothing)[0] is shared
 
 
 def test_momentum_rests_in_a_cluster_that_nobody_answered_for():

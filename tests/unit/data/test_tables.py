@@ -97,8 +97,16 @@ def as_type(values: list, kind: str) -> pa.Array:
 TEXT_TYPES = ["string", "large_string", "string_view"]
 
 
-@pytest.mark.parametrize("kind", [*TEXT_TYPES, *[f"dictionary of {name}" for name in TEXT_TYPES]])
-@pytest.mark.parametrize("form", ["arrow", "parquet"])
+TEXT_CASES = [
+    (kind, form)
+    for kind in (*TEXT_TYPES, *[f"dictionary of {name}" for name in TEXT_TYPES])
+    for form in ("arrow", "parquet")
+    # Arrow writes no such column to parquet.
+    if (kind, form) != ("dictionary of string_view", "parquet")
+]
+
+
+@pytest.mark.parametrize(("kind", "form"), TEXT_CASES)
 def test_every_type_of_text_is_read_alike(kind, form, tmp_path):
     """Also where an entry is empty, and an empty text is a category of its own."""
     rows = [
@@ -112,8 +120,6 @@ def test_every_type_of_text_is_read_alike(kind, form, tmp_path):
     # Of two chunks, the second of which starts in the middle of its memory.
     made = pa.concat_tables([made.slice(0, 7), made.slice(7)])
     if form == "parquet":
-        if kind == "dictionary of string_view":
-            pytest.skip("Arrow writes no such column to parquet")
         pq.write_table(made, tmp_path / "t.parquet")
         made = tmp_path / "t.parquet"
     with warnings.catch_warnings():

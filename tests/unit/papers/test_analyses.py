@@ -124,7 +124,7 @@ def test_beta_on_two_planted_blocks():
     """P = 1 inside two blocks of three and 0 across: two clusters, the planted ones, whatever beta. Constant P: one."""
     loop = follow(FedGwc(), rounds=0)
     truth = torch.tensor([0, 0, 0, 1, 1, 1])
-    loop.record.clusters = truth.numpy()
+    loop.record._clusters = [(-1, truth.numpy())]
     block = (truth[:, None] == truth[None, :]).double()
     loop.state = dataclasses.replace(
         loop.state, shared=dataclasses.replace(loop.state.shared, matrix=block)

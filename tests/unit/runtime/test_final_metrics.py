@@ -186,7 +186,7 @@ def test_clusters_are_scored_at_the_end():
     """One-shot clustering finds the two planted rules or not; either way the scores are those of its labels."""
     settings = testing.tiny_settings(metrics=("clusters", "maxima"), eval_every=1, evaluate="final")
     loop = testing.run_method(OneShot(clusters=2, warmup_rounds=2), settings=settings)
-    loop.record.clusters = torch.arange(6).numpy() % 2
+    loop.record._clusters = [(-1, torch.arange(6).numpy() % 2)]
     loop.evaluate_final()
     table = loop.record.metrics.query("split == 'test'")
     label, truth = loop.state.shared.label, torch.arange(6) % 2

@@ -74,8 +74,9 @@ def test_a_study_can_start(name):
     # torchvision, and files with weights
     if not study.model.kind.startswith(("resnet", "mobilenet", "squeezenet")):
         make_task(
-            federation, entry.method, study.model.kind, replace(entry.settings, engine="loop")
-        )
+            federation, entry.method, study.model.kind, replace(entry.settings, engine="loop"),
+            follows_phases=True,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
