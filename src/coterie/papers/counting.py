@@ -232,19 +232,19 @@ def count_coverage(
     compared: dict[str, dict[tuple[str, ...], tuple[bool, ComparedNumber]]] = {}
     for source in numbers.SOURCES:
         compared[source] = {}
-    beside = []
+    comparisons = []
     for result in results:
         if result.experiment is None:
             continue
         comparison, full = compare_with_paper(result), is_full_size(result.study)
-        beside.append(comparison)
+        comparisons.append(comparison)
         own = compared[comparison.source]
         for line in comparison.lines:
             key = (result.experiment, line.row, line.cluster, line.metric)
             # A result of full size replaces one of reduced size, never the other way.
             if not line.chosen and not line.predicted and (full or key not in own):
                 own[key] = full, line
-    deviations = deviations or SeedDeviations.measure(beside)
+    deviations = deviations or SeedDeviations.measure(comparisons)
     out = []
     for source, own in compared.items():
         published, full = len(numbers.load_table(source)), sum(one for one, _ in own.values())
