@@ -193,7 +193,7 @@ class InProcess:
     def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
         """Keep a message for those who ask for it."""
         self.outbox.publish(address, what, to=to)
-        self._announced = True
+        self._announce()
 
     def publish_standing(
         self, address: Address, seal: Callable[[Address], Parcel], *, last: int = NO_LAST
@@ -201,7 +201,15 @@ class InProcess:
         """Answer with one and the same message from a round on, to its last round."""
         self.outbox.publish_standing(address, seal, last=last)
         # Answering a probe of the link does not mean that a node takes part.
-        self._announced |= address.kind != "probe"
+        if address.kind != "probe":
+            self._announce()
+
+    def _announce(self) -> None:
+        if not self._announced:
+            with self.hub.lock:
+                self._announced = True
+                # It is back: when it leaves later, it says so, and nobody stays for it any more.
+                self.hub.lost.discard(self.name)
 
     def fetch(
         self, peer: str, expect: Expectation, deadline: float, patience: float | None = None
