@@ -24,7 +24,6 @@ ELSEWHERE = {
     "net/payload": "unit/net/test_wire.py",
     "net/post": "unit/net/test_exchange.py",
     "net/setup": "unit/cli/test_net.py",
-    "net/transport": "unit/net/test_node.py",
     "report/data/cost": "unit/report/test_data.py",
     "report/data/curves": "unit/report/test_data.py",
     "report/data/packing": "unit/report/test_data.py",
