@@ -30,12 +30,14 @@ class PlantedPhases:
 
     def select(self, round: int) -> Int[np.ndarray, " population"]:
         """Return the clusters of all members in a round."""
-        return self.clusters[np.searchsorted(self.firsts, max(round, 0), side="right") - 1]
+        return self.clusters[self._find_phases(np.array([round]))[0]]
 
     def find(
         self, rounds: Int[np.ndarray, " rows"], clients: Int[np.ndarray, " rows"]
     ) -> Int[np.ndarray, " rows"]:
         """Return the cluster of a client in a round, for pairs of both."""
+        return self.clusters[self._find_phases(rounds), clients]
+
+    def _find_phases(self, rounds: Int[np.ndarray, " rows"]) -> Int[np.ndarray, " rows"]:
         # A warm-up, round -1, has the data of the first phase.
-        phase = np.searchsorted(self.firsts, np.maximum(rounds, 0), side="right") - 1
-        return self.clusters[phase, clients]
+        return np.searchsorted(self.firsts, np.maximum(rounds, 0), side="right") - 1

@@ -222,8 +222,10 @@ def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
     )
     share = len(task) / task.population
     widest = None
-    if method.memory_bound is not None and getattr(method, method.memory_bound) is not None:
-        widest = getattr(method, method.memory_bound) + 1  # the client itself
+    if method.memory_bound is not None:
+        widest = getattr(method, method.memory_bound)
+    if widest is not None:
+        widest += 1  # the client itself
     own, server, sent = [extrapolate_bytes(a, b, sizes, task.population, widest) for a, b in pairs]
     return int(share * own) + server, int(share * sent)
 
