@@ -115,6 +115,7 @@ def run_rule(kind, aggregation):
         return coterie.simulate(tiny_federation(14), made, model=MODEL, settings=settings).params
 
 
+@pytest.mark.full
 @pytest.mark.option(
     (
         "Apfl.aggregation",

@@ -44,6 +44,7 @@ def test_method_keeps_the_contract(kind: str, task: Any):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("task", first_only(MODELS))
 def test_engines_agree(task: Any):
     """Training, the loss and its metric, in float64."""

@@ -38,6 +38,7 @@ def test_the_transport_over_grpc_keeps_the_contract(insecure, tmp_path, port):
         check_transport(make, port=port)
 
 
+@pytest.mark.full
 @pytest.mark.e2e
 @pytest.mark.parametrize("outbound", [full("all"), "one"])
 def test_members_that_only_dial_out_keep_the_contract(outbound, tmp_path, port):

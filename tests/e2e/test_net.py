@@ -195,6 +195,7 @@ def coterie(*arguments: str | Path) -> str:
     )
 
 
+@pytest.mark.full
 def test_an_organizer_and_two_members_set_up_a_run_and_the_doctor_finds_what_is_missing(
     tmp_path, port
 ):

@@ -116,12 +116,14 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_does_what_it_says(verb, run_imported):
     words, expected = VERBS[verb]
     assert expected in run_imported(verb, *words)
 
 
+@pytest.mark.full
 def test_watch_serves_the_report_until_it_is_interrupted(folder):
     with subprocess.Popen(
         command("watch", "runs/tiny"), cwd=folder, stdout=subprocess.PIPE, text=True,
@@ -137,6 +139,7 @@ def test_watch_serves_the_report_until_it_is_interrupted(folder):
     assert process.returncode in (0, 130)
 
 
+@pytest.mark.full
 def test_up_runs_the_nodes_of_this_machine_to_their_end(tmp_path, port):
     study = config.parse_study_text(
         STUDY, overrides=["data.num_clients=2", "methods.random.num_peers=1"]

@@ -98,6 +98,7 @@ def test_adapters_of_peers_that_average_come_near_each_other():
     assert gaps["gossip"] < 0.5 * gaps["alone"]
 
 
+@pytest.mark.full
 def test_products_tell_who_solves_the_same_problem():
     """Two clusters with conflicting labels: DAC by products reads its own cluster, beyond chance (5 of 11)."""
     data = make_data(12, flipped=range(6, 12), samples=60)

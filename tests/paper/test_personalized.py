@@ -263,6 +263,7 @@ def test_per_fedavgs_steps_are_the_papers(hessian: Any):
     assert loop.train_samples == 3 * 6 * 12 * (4 if hessian == "free" else 2)
 
 
+@pytest.mark.full
 def test_per_fedavg_minimizes_the_loss_after_adaptation():
     """With the Hessian it ends where the mean of those losses is least, which is not the pooled minimum."""
     method, local = PerFedAvg(alpha=0.1, hessian="free"), dataclasses.replace(WHOLE, lr=0.8)

@@ -105,6 +105,7 @@ def test_the_usual_loop_runs_in_processes_of_its_own():
     assert not any(worker.is_alive() for worker in several.workers)
 
 
+@pytest.mark.full
 def test_the_command_prints_a_line_a_cell_and_writes_json(tmp_path):
     out = tmp_path / "results.json"
     line = ["--cells", "mlp/7/*", "--samples", "9", "--repeats", "1", "--engines", "vmap"]

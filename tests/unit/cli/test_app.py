@@ -332,6 +332,7 @@ def test_the_numbers_shown_are_those_of_the_common_seeds(coterie, lacking, comma
     assert "±" not in out
 
 
+@pytest.mark.full
 def test_json_says_what_is_left_out(coterie, lacking):
     """Every run that is not in the means, with its state, and the seeds that are."""
     found = json.loads(coterie("show", str(lacking), "--json")[1])

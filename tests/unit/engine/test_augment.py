@@ -48,6 +48,7 @@ def test_draws_belong_to_the_client_and_the_step():
     assert not torch.equal(same[0], same[1])
 
 
+@pytest.mark.full
 def test_training_with_augmentation_is_the_same_everywhere():
     """In any grouping and with each engine; and it changes the result."""
     federation = tiny_federation(4, features=(1, 4, 4))

@@ -359,6 +359,7 @@ def test_models_are_measured_as_plain_pytorch_does(engine, name):
         torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("engine", "name"),
     [

@@ -125,6 +125,7 @@ def test_options_of_training_give_the_bytes_of_an_array(
     require_equal(found, run_bytes(inside, "numbers", engine, local))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
 @pytest.mark.usefixtures("small_reads")
 def test_noise_belongs_to_the_sample_and_not_to_where_it_lies(engine: str, tmp_path: Path) -> None:

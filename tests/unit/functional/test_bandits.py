@@ -87,6 +87,7 @@ def test_a_first_draw_is_uniform_over_the_groups():
     assert all(abs(count - 500) < 100 for count in counts.values())
 
 
+@pytest.mark.full
 def test_draws_follow_the_stated_chances():
     """Of groups with unequal weights too: each is drawn as often as the chance that is returned with it."""
     known = plays(([0, 1], 0.9, 0.3, 0.5), ([2, 3], 0.8, 0.3, 0.5), ([0, 4], 0.9, 0.2, 0.5))

@@ -286,6 +286,7 @@ def test_single_precision_and_bf16_products_give_losses_in_single_precision(name
     torch.testing.assert_close(mixed, found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     first_only(

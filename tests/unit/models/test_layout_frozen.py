@@ -115,6 +115,7 @@ def test_the_digest_is_that_of_the_values():
     assert Layout(nn.Linear(2, 2)).frozen_digest == ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("make", "features"), first_only([(Backbone, (5,)), (Images, (2, 6, 6))]))
 def test_engines_agree(make, features):
     federation = tiny_federation(num_clients=3, features=features, train=10)

@@ -79,6 +79,7 @@ def ask(posts, patience: float, deadline: float = 20.0) -> Delivery | Missing:
     return post.transport.fetch("n1", expect, deadline, patience)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("patience", "deadline"), [(0.5, 20.0), (20.0, 0.5)])
 def test_an_answer_that_waits_unread_while_the_asker_stands_still_is_read(two, patience, deadline):
     """The loop stands still for three times the patience, and the message is published meanwhile."""

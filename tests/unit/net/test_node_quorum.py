@@ -201,6 +201,7 @@ def test_a_member_that_is_done_and_begins_again_is_waited_for(six):
     assert node._done == frozenset()
 
 
+@pytest.mark.full
 def test_a_node_that_is_killed_and_comes_back_when_the_others_are_done_finishes(six):
     """n5 does two rounds and goes; the others end theirs, stay for it, and it ends the run with their messages."""
     network = six(start=5.0, linger=30.0, quorum_wait=20.0)

@@ -74,6 +74,7 @@ def six(tmp_path):
         one.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "settings"),
     first_only(
@@ -93,6 +94,7 @@ def test_nodes_that_mask_their_models_end_with_the_bits_of_the_simulation(six, k
     assert not some.nodes[0].loop.skipped_rounds
 
 
+@pytest.mark.full
 def test_a_round_without_a_sum_is_an_error_in_the_servers_log_and_the_run_goes_on(six, monkeypatch):
     act = MaskingClient.mask_model
 

@@ -167,6 +167,7 @@ def leave_before(monkeypatch, name: str, clients) -> None:
     monkeypatch.setattr(MaskingClient, name, stop)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("step", "left"),
     [
@@ -184,6 +185,7 @@ def test_a_node_that_leaves_at_any_step_costs_its_own_model_at_most(nodes, monke
     assert isinstance(found[2], RoundMissed)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step", ["make_keys", "share_secrets", "mask_model", "answer_unmasking"])
 def test_with_fewer_than_the_threshold_no_rule_is_called_and_nobody_waits_in_vain(
     nodes, monkeypatch, step

@@ -146,6 +146,7 @@ def test_beta_on_two_planted_blocks():
     assert np.isnan(whole.was[0])
 
 
+@pytest.mark.full
 def test_a_study_is_analyzed_run_by_run(study: Path):
     """Tables lie in the folders of the runs they are of; the study is read as before."""
     (path,) = analyze_runs(study, "interaction")

@@ -532,6 +532,7 @@ class LeftOut(nn.Module):
         return x if is_out else x + torch.tanh(self.inner(x))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", [0.05, 0.5])
 def test_a_layer_that_is_left_out_of_whole_passes_gives_no_alarm(share):
     """Two passes are often alike, or differ in all: either way means over draws are compared."""

@@ -54,6 +54,7 @@ def train_plainly(module, x, y, steps, lr):
     return module
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", ["loop", "vmap", "compiled"])
 @pytest.mark.parametrize(
     "make",

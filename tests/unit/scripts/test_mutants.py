@@ -205,6 +205,7 @@ def test_a_fault_that_does_not_fit_the_code_is_named(
     assert not (tiny / mutants.STORED).exists()
 
 
+@pytest.mark.full
 def test_a_test_that_fails_without_a_fault_is_named(tiny: Path, capsys: pytest.CaptureFixture[str]):
     (tiny / "tests/test_tiny.py").write_text(TESTS.replace("== 3", "== 4"))
     assert run(tiny) == 2

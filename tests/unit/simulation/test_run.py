@@ -90,6 +90,7 @@ def test_a_dataset_takes_what_arrays_take():
         assert {name: other[name] for name in shared} == {name: arrays[name] for name in shared}
 
 
+@pytest.mark.full
 def test_a_run_tells_that_it_compiles(monkeypatch, tmp_path):
     """Once: the next run finds the program in the cache."""
     monkeypatch.setenv("COTERIE_CACHE", str(tmp_path))

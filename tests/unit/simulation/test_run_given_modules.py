@@ -129,6 +129,7 @@ def test_endpoints_of_all_layers_take_batch_normalization(engine):
     assert bool(torch.isfinite(run.params).all())
 
 
+@pytest.mark.full
 def test_tied_layers_train_in_every_engine():
     """One tensor of 36 numbers for two layers; engines agree."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))

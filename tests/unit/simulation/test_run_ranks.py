@@ -141,6 +141,7 @@ def run_plainly(stored, data, start, rule, optimizer):
     return modules
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("rule", "optimizer"),
     [

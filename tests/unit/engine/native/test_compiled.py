@@ -168,6 +168,7 @@ def test_leaky_relu_is_compiled_also_where_it_changes_places_with_pooling():
     assert both(model, (2, 10, 9), 3, torch.float64, local) < 1e-10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     first_only([{"gain": 3.0}, {"bias": False}, {}], slow=True),
@@ -179,6 +180,7 @@ def test_a_simplex_head_is_compiled_with_weights_of_the_endpoints_that_change(op
     assert both(source(), (1, 8, 8), 4, torch.float64, local, prox=0.2) < 1e-10
 
 
+@pytest.mark.full
 def test_a_simplex_model_without_given_weights_mixes_its_endpoints_alike():
     layout = Layout(simplex_head(lambda: nn.Sequential(nn.Linear(5, 3)), 4)(), torch.float64)
     data = samples((5,), 3, torch.float64)
@@ -212,6 +214,7 @@ def test_mixtures_of_single_samples_are_trained_without_the_program():
     assert torch.allclose(*results, atol=1e-12)
 
 
+@pytest.mark.full
 def test_the_reference_network_agrees_in_float32_on_bytes_and_in_regression():
     local = LocalTraining(lr=0.001)
     # of some, Adam turns a gradient that is all rounding into a whole step
@@ -273,6 +276,7 @@ def test_no_result_depends_on_threads_or_on_who_is_trained_beside():
     assert torch.equal(together, alone)
 
 
+@pytest.mark.full
 def test_subnormal_numbers_are_zero_in_a_program_and_nowhere_else():
     """They make training that fits its samples several times as long; see `samples.h`."""
     layout, tiny = Layout(nn.Sequential(nn.Linear(3, 2)), torch.float32), torch.tensor([1e-39])
@@ -406,6 +410,7 @@ def test_programs_that_others_may_write_are_not_loaded(cache, which):
         compiler.load(ANSWER % 42)
 
 
+@pytest.mark.full
 def test_a_wrong_program_is_not_used(monkeypatch):
     data = samples((7,), 3, torch.float64)
     layout = Layout(nn.Sequential(nn.Flatten(), nn.Linear(7, 3)), torch.float64)
@@ -517,6 +522,7 @@ def test_auto_batches_clients_where_there_are_some():
     assert reason(1, "vmap") == vmap + "as set"
 
 
+@pytest.mark.full
 def test_a_run_that_is_resumed_goes_on_with_the_engine_it_began_with(tmp_path):
     federation = tiny_federation()
     method = METHODS["local"]()
@@ -534,6 +540,7 @@ def test_a_run_that_is_resumed_goes_on_with_the_engine_it_began_with(tmp_path):
     assert run("vmap", 3)["name"] == "vmap"
 
 
+@pytest.mark.full
 def test_an_engine_says_which_layer_keeps_a_faster_one_away():
     """A layer that no native program knows, one that cannot be run for many, little work, another precision."""
     x, y = torch.zeros(2, 7), torch.tensor([0, 1])

@@ -88,6 +88,7 @@ def test_programs_are_compiled_for_a_level(monkeypatch: pytest.MonkeyPatch) -> N
     assert compiler._processor_flag() == "-mcpu=native"
 
 
+@pytest.mark.full
 @pytest.mark.option("Settings.portable", False, True)
 def test_portable_needs_the_compiled_engine_and_kernels_for_avx2(
     monkeypatch: pytest.MonkeyPatch,

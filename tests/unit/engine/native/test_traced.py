@@ -560,6 +560,7 @@ def check_against_the_loop_engine(name):
         assert not torch.equal(results[0][1], start)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", first_only(["lanes", "turned", "writes", "pools"], slow=True))
 def test_in_single_precision_it_is_the_loop_engine_to_four_digits(name):
     make, features, objective, _together = MODULES[name]
@@ -581,6 +582,7 @@ def test_in_single_precision_it_is_the_loop_engine_to_four_digits(name):
     assert float((ours - theirs).abs().max()) < 1e-4
 
 
+@pytest.mark.full
 def test_images_of_bytes_are_prepared_augmented_and_disturbed_as_by_the_loop_engine():
     with Rng(0).temporary_torch_seed("init"):
         model = nn.Sequential(
@@ -613,6 +615,7 @@ def test_images_of_bytes_are_prepared_augmented_and_disturbed_as_by_the_loop_eng
     assert not torch.allclose(found[1][1], found[2][1], atol=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", first_only(["writes", "pools"]))
 def test_no_bit_depends_on_threads_on_blocks_or_on_who_is_trained_beside(name):
     make, features, objective, _together = MODULES[name]
@@ -809,6 +812,7 @@ def test_what_cannot_be_traced_is_named(module, reason):
         )
 
 
+@pytest.mark.full
 def test_a_batch_of_one_sample_is_left_to_the_loop_engine_where_samples_need_each_other():
     layout = Layout(Table(), torch.float64)
     data = data_of((7,), True, torch.float64)
