@@ -288,10 +288,10 @@ class GrpcTransport(GrpcServer):
             missing = await self._try_way(member, seconds)
             if missing is not None:
                 before = self._away.get(peer)
-                longest = self._longest_pause()
                 # Doubled up to the longest: who is away for a moment is found soon, and a member
                 # that stays away costs next to nothing.
-                pause = longest / 8 if before is None else min(2 * before.pause, longest)
+                first = max(0.6, 0.05 * len(self._members))
+                pause = first if before is None else min(2 * before.pause, self._longest_pause())
                 self._away[peer] = _Away(time.monotonic() + pause, pause, missing)
                 return missing
             self._away.pop(peer, None)
@@ -329,8 +329,11 @@ class GrpcTransport(GrpcServer):
         return channel.get_state() is not _OVER
 
     def _longest_pause(self) -> float:
-        """Return the most seconds between two dials: members that are away cost little in all."""
-        return max(5.0, 0.1 * len(self._members))  # some ten dials a second
+        """Return the most seconds between two dials: members that are away cost little in all.
+
+        A member that comes asks this node when it starts, and is dialed at once then.
+        """
+        return max(5.0, 0.2 * len(self._members))  # some five dials a second
 
     async def _watch(self, link: _Link) -> None:
         """Note when a link comes up or is lost; keep it up."""
