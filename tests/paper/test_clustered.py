@@ -421,6 +421,7 @@ def test_the_first_split_may_happen_right_after_the_warm_up():
     assert split_in(2, warmup_rounds=2) == [0, 0, 0, 1, 1, 1]
 
 
+@pytest.mark.full
 def test_partial_participation_waits_for_every_member():
     """With half of the clients a round, everybody's last update must be known and, if asked, young enough."""
     federation = regressions(angles(0, 180), 8)

@@ -187,6 +187,7 @@ def test_apfls_share_grows_where_clients_differ():
 # ---------------------------------------------------------------- pFedMe
 
 
+@pytest.mark.full
 def test_pfedmes_personal_model_is_the_proximal_point():
     """On a parabola the minimum of f(theta) + lambda/2 |theta - w|^2 is (H + lambda)^-1 (H c + lambda w)."""
     method = PFedMe(lam=3.0, inner_steps=70, eta=0.05)

@@ -109,6 +109,7 @@ def found_by(check: str, case: dict[str, Any] = PLAIN) -> str:
     )
 
 
+@pytest.mark.full
 def test_an_engine_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch):
     right = VmapEngine.train
 

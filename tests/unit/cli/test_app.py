@@ -59,6 +59,7 @@ def run(coterie, *arguments):
     return coterie("run", "tiny.toml", "--workers", "1", *arguments)
 
 
+@pytest.mark.full
 def test_a_run_ends_with_the_tables_and_the_paths(coterie, tmp_path):
     status, out, err = run(coterie)
     assert status == 0
@@ -113,6 +114,7 @@ def test_json_is_the_summary_and_nothing_else(coterie, tmp_path):
     assert json.loads(out) == json.loads((tmp_path / "runs/tiny/summary.json").read_text())
 
 
+@pytest.mark.full
 def test_options_reach_the_study(coterie, tmp_path):
     status, _, _ = run(
         coterie, "--set", "methods.gossip.num_peers=1", "--seeds", "3,4", "--engine", "loop", "--out", "elsewhere",
@@ -206,6 +208,7 @@ def test_a_mistake_is_one_line_and_status_2_and_writes_nothing(coterie, tmp_path
     assert [p.name for p in tmp_path.iterdir()] == ["tiny.toml"]
 
 
+@pytest.mark.full
 def test_ctrl_c_leaves_a_study_that_the_printed_command_resumes(coterie, monkeypatch, tmp_path):
     from coterie.simulation import run as runs
 
@@ -349,6 +352,7 @@ def test_json_says_what_is_left_out(coterie, lacking):
         assert (compared["seeds"], compared["left_out"]) == (found["seeds"], found["left_out"])
 
 
+@pytest.mark.full
 def test_the_page_says_it_in_its_data_and_in_words(coterie, lacking):
     """Without a browser: what the scripts of the page read, and what stands above its tables."""
     assert coterie("report", str(lacking))[0] == 0
@@ -488,6 +492,7 @@ def test_every_parameter_of_every_method_is_explained(coterie, kind):
         assert parameter.name in out
 
 
+@pytest.mark.full
 def test_what_is_listed_without_importing_it_is_what_the_classes_and_files_say():
     listed, entries = (
         _catalog.load_methods(),

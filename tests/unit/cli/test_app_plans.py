@@ -60,6 +60,7 @@ def stopped_sweep(coterie, stop_in_run):
     return Path("runs/tiny")
 
 
+@pytest.mark.full
 def test_a_sweep_that_was_stopped_is_listed_and_its_states_are_told(coterie, stopped_sweep):
     """Three of four runs are finished; the fourth has a configuration and no round."""
     assert coterie("list")[1].splitlines() == [
@@ -81,6 +82,7 @@ def test_a_sweep_that_was_stopped_is_listed_and_its_states_are_told(coterie, sto
     assert lines[-1] == "Continue with: coterie resume runs/tiny"
 
 
+@pytest.mark.full
 def test_the_folder_of_a_node_is_continued_by_its_node(coterie, stopped_sweep):
     """A node's folder has its roster next to its study, and data that no study file names."""
     Path("runs/roster.seen").write_text("")
@@ -114,6 +116,7 @@ def test_a_node_continues_a_study_whose_name_has_any_number_of_parts(coterie, st
         assert "is the folder of a node" in err
 
 
+@pytest.mark.full
 def test_a_sweep_that_was_stopped_shows_what_is_there(coterie, stopped_sweep):
     for options in ((), ("--clients",)):
         status, out, _ = coterie("show", "runs/tiny", *options)
@@ -138,6 +141,7 @@ def test_a_sweep_that_was_stopped_goes_on_also_in_a_moved_folder(coterie, stoppe
     )
 
 
+@pytest.mark.full
 def test_a_sweep_of_which_no_run_has_begun_is_shown_as_such(coterie, stopped_sweep):
     for run in stopped_sweep.glob("*/*/seed-0"):
         shutil.rmtree(run)

@@ -156,6 +156,7 @@ def test_a_file_that_is_no_schema_is_refused(text, tmp_path):
         from_table(patients(), client="site")
 
 
+@pytest.mark.full
 def test_a_wide_table_is_coded_in_few_words():
     wide = pd.DataFrame(np.zeros((12, 3000)), columns=[f"gene {place}" for place in range(3000)])
     made = from_table(wide.assign(c="a", y=[0, 1] * 6), target="y", client="c")

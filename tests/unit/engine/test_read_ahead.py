@@ -152,6 +152,7 @@ def test_unequal_clients_without_padding_give_the_same_bytes(
     require_equal(found, run_bytes(padded, "numbers", engine, LOCAL["numbers"]))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("small_reads")
 def test_each_sample_of_a_tile_is_read_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -186,6 +186,7 @@ def literals(path: Path) -> set[str]:
     }
 
 
+@pytest.mark.full
 def test_nothing_but_the_registry_and_methods_knows_a_metric_by_name():
     """In Python no literal, in the page's scripts no literal and no property is the name of a metric."""
     files = [*SOURCES.rglob("*.py"), *(SOURCES / "report" / "assets").glob("*.js")]

@@ -40,6 +40,7 @@ def test_stage_one_keeps_the_most_similar_of_candidates_and_neighbors(play):
         before = now
 
 
+@pytest.mark.full
 def test_with_frozen_models_neighbors_only_get_more_similar_and_end_in_the_own_cluster(
     play, loss_table
 ):

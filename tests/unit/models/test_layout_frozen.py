@@ -147,6 +147,7 @@ def test_the_result_of_a_client_depends_on_nobody_beside_it(engine):
     )
 
 
+@pytest.mark.full
 def test_a_program_made_for_one_backbone_computes_with_the_next_one():
     """The text of the program is that of the first, so that it is not compiled again; the weights are not in it."""
     programs, losses = [], []

@@ -43,6 +43,7 @@ def test_the_clock_goes_with_the_beats_and_stands_still_without_them():
     assert shown == pytest.approx([0.05, 0.15, 0.15 + BEAT, 0.15 + BEAT, 0.2 + BEAT])
 
 
+@pytest.mark.full
 def test_the_clock_follows_its_loop():
     async def measure() -> tuple[float, float, float]:
         clock = AwakeClock(asyncio.get_running_loop())

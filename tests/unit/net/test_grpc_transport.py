@@ -342,6 +342,7 @@ def test_a_node_that_asks_its_own_name_is_no_peer_of_its_own(plain):
     assert "n0" not in a.alive_members()
 
 
+@pytest.mark.full
 def test_an_address_at_which_nobody_listens_costs_no_channel_and_few_dials(
     tmp_path, port, monkeypatch
 ):

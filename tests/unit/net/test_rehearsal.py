@@ -94,6 +94,7 @@ def test_a_member_that_only_dials_out_rehearses_by_a_relay(tmp_path, port, monke
             assert find(said, f"to {other}, which only dials out: starting in round -1")[1]
 
 
+@pytest.mark.full
 def test_alone_it_says_that_nothing_comes_in_and_why_nothing_goes_out(files):
     began = time.monotonic()
     fine, said = told(files["node-00"], 1.0)

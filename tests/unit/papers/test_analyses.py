@@ -159,6 +159,7 @@ def test_a_study_is_analyzed_run_by_run(study: Path):
     assert config.load_study(study / "config.toml").name == "small"
 
 
+@pytest.mark.full
 def test_what_cannot_be_analyzed_is_told(study: Path, tmp_path: Path):
     """Unknown analyses, runs of other methods, ids and numbers that make no sense, runs without a checkpoint."""
     wrong: list[tuple[Any, str, type[CoterieError]]] = [

@@ -373,6 +373,7 @@ def test_fewer_pairs_by_a_metric_and_a_baseline(five):
     assert "settings tried in tuning (DAC 2, Random 0, Local 0)" in content["verdicts"][-1]
 
 
+@pytest.mark.full
 def test_of_a_sweep_over_data_the_points_are_compared_by_their_folders(five):
     """A point is a study like any other; what stands beside each other are means."""
     swept = five.parent / "swept"

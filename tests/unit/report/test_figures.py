@@ -410,6 +410,7 @@ def test_a_published_figure_says_which_study_it_needs(small, tmp_path):
         assert not (tmp_path / "none.svg").exists()
 
 
+@pytest.mark.full
 def test_two_studies_make_two_reports_and_a_page_with_both(small, tmp_path):
     """The same study twice is refused."""
     other = shutil.copytree(small, tmp_path / "another")

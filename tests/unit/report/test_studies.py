@@ -19,6 +19,7 @@ def two(small):
     return small, other
 
 
+@pytest.mark.full
 def test_studies_stand_beside_each_other_with_links_to_each(two):
     """DAC is at 63.75 ± 1.25 in both, .125 and .15 above Local: with one degree of freedom that is p = 0.058."""
     reports = [write_report(folder) for folder in two]

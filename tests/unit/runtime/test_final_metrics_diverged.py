@@ -126,6 +126,7 @@ def test_curves_end_where_a_model_diverges(study):
     assert "Bad (diverged)" in figure.axes[0].get_legend_handles_labels()[1]
 
 
+@pytest.mark.full
 def test_the_page_has_no_mean_of_a_method_with_a_diverged_client(study):
     """Final AUROC of "Good": (0.75 + 1) / 2 over the clients that have one."""
     runs, problems = load_runs([study])

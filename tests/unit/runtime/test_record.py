@@ -87,6 +87,7 @@ def test_a_frame_is_a_copy():
     assert record.metrics["value"].tolist() == [1.0, 2.0, 3.0, 0.5, 1.0, 1.5]
 
 
+@pytest.mark.full
 def test_checkpoints_of_growing_tables_leave_nothing_behind(tmp_path):
     """Twenty sizes of a table; the library's way over ctypes would keep types for each of them for ever."""
 

@@ -62,6 +62,7 @@ def test_a_stored_study_is_told_with_what_its_tables_hold_though_it_was_not_aske
     assert page.endswith("Means over clients; 1 seed.\n")
 
 
+@pytest.mark.full
 def test_a_stored_sweep_is_one_table_with_a_column_for_each_point(tmp_path, monkeypatch):
     """A row for a method, however many points it has, and the time that its runs took over all of them."""
     (tmp_path / "small.toml").write_text(

@@ -32,6 +32,7 @@ def history():
 # ---------------------------------------------------------------------- what is stored
 
 
+@pytest.mark.full
 def test_every_stored_result_says_where_it_comes_from_and_what_it_speaks_of(history):
     found = stored.results()
     assert {one.name.split("/")[0] for one in found} >= {
@@ -350,6 +351,7 @@ def test_a_study_is_kept_with_each_of_its_runs_and_where_it_comes_from(
     assert stored.problems(stored.Stored(stored.STORED / "small", told)) == []
 
 
+@pytest.mark.full
 def test_a_sweep_is_kept_as_one_study_with_its_points_in_the_labels(history, tmp_path):
     (tmp_path / "small.toml").write_text(
         'rounds = 1\nseeds = [0]\nmodel.kind = "linear"\nmethods = [{ kind = "local", label = "Local" }]\n'

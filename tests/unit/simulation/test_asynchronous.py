@@ -271,6 +271,7 @@ def check_one_by_one(monkeypatch, kind, **changes):
     return stacked
 
 
+@pytest.mark.full
 def test_stacked_is_one_by_one(monkeypatch):
     result = check_one_by_one(monkeypatch, "random", patience=3)
     # the case has something of everything

@@ -58,6 +58,7 @@ def test_an_overfitted_model_is_found_out():
         assert one.epsilon is None
 
 
+@pytest.mark.full
 def test_a_model_that_never_saw_the_data_tells_nothing():
     for one in attacked(0.0, "random", epochs=1):
         assert one.auc == pytest.approx(0.5, abs=0.06)

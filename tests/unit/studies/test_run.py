@@ -96,6 +96,7 @@ def test_a_study_leaves_the_agreed_files(finished):
             assert names == {*FILES, *others}
 
 
+@pytest.mark.full
 def test_a_study_is_shown_in_a_few_words(finished):
     """In a notebook too, where everything that it holds would fill the screen."""
     lines = [line.split(None, 1) for line in str(finished).splitlines()]
@@ -285,6 +286,7 @@ def test_a_study_can_grow_by_seeds_and_methods(finished, tmp_path):
     assert contents(tmp_path / "tiny") == contents(finished.folder)
 
 
+@pytest.mark.full
 def test_a_study_that_grows_by_a_seed_keeps_the_seeds_that_it_has(tmp_path):
     federation = {seed: tiny_federation(seed=seed) for seed in (0, 1)}
     run_study(small("seeds=[1]"), out=tmp_path, federation=federation.__getitem__)
@@ -458,6 +460,7 @@ def test_a_diverged_client_is_named(tmp_path):
     assert done.diverged[Job("Alone", 0)] == (0, 1)
 
 
+@pytest.mark.full
 def test_resuming_with_other_data_is_refused_even_when_the_settings_are_the_same(tmp_path):
     """Finished runs would be kept beside new ones on other data. Another first seed has other data rightly."""
     one = small("seeds=[0]", "rounds=1")
@@ -534,6 +537,7 @@ def test_a_study_in_several_folders_can_be_renamed_at_its_end(tmp_path):
     assert (study.name, out) == ("c", tmp_path.resolve() / "a")
 
 
+@pytest.mark.full
 def test_names_and_labels_of_any_script_are_folders(tmp_path):
     """A name that was typed with its accent apart (NFD) is the same name, and is found again."""
     apart = unicodedata.normalize("NFD", "Größe")

@@ -96,6 +96,7 @@ def copied(done: Path, tmp_path: Path) -> Path:
     return tmp_path / "copy"
 
 
+@pytest.mark.full
 def test_a_study_has_frozen_weights_once(done: Path) -> None:
     assert len(runs(done)) == 4
     assert FROZEN < disk_bytes(done, "frozen-*.safetensors") < FROZEN + 1000
@@ -184,6 +185,7 @@ def test_runs_hold_their_weights_when_others_are_deleted(copied: Path) -> None:
         load_models(run, model=Pretrained).model(0)
 
 
+@pytest.mark.full
 def test_deleted_and_damaged_weights_are_written_again(copied: Path) -> None:
     one, two, *_ = runs(copied)
     (kept,) = one.glob("frozen-*")

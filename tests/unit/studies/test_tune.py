@@ -163,6 +163,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_first_trial(study, 
     assert trials == []
 
 
+@pytest.mark.full
 def test_trials_are_no_results(study, tmp_path, stopped):
     """They have no test data: what reads results refuses them, in whichever folder above they are."""
     trials = tmp_path / "small-trials"
@@ -282,6 +283,7 @@ def test_a_name_reaches_what_it_reaches_with_set(study, name, reached):
     assert {trial.label for trial in tuned.trials if trial.point} == reached
 
 
+@pytest.mark.full
 def test_a_setting_of_local_training_has_both_of_its_names(study):
     """`lr`, and `local.lr` as --set and sweeps call it: the same trials."""
     alone = replace(study, methods=(study.find_method("Alone"),))
@@ -307,6 +309,7 @@ def test_clients_without_validation_data_cannot_be_tuned(study):
         tune.tune_study(bare, {"lr": [0.1]})
 
 
+@pytest.mark.full
 def test_the_command_writes_a_study_that_can_be_run(tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(STUDY)

@@ -197,6 +197,7 @@ def test_a_simplex_model_without_given_weights_mixes_its_endpoints_alike():
     assert torch.equal(*results)
 
 
+@pytest.mark.full
 def test_mixtures_of_single_samples_are_trained_without_the_program():
     """And with the loop engine's numbers."""
     layout = Layout(simplex_head(lambda: nn.Sequential(nn.Linear(5, 3)), 4)(), torch.float64)
@@ -429,6 +430,7 @@ def test_a_wrong_program_is_not_used(monkeypatch):
         )
 
 
+@pytest.mark.full
 def test_auto_compiles_where_it_pays_whatever_was_compiled_before():
     layout = Layout(nn.Sequential(nn.Flatten(), nn.Linear(7, 3)), torch.float64)
     x, y = torch.zeros(2, 7, dtype=torch.float64), torch.tensor([0, 1])

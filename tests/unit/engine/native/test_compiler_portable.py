@@ -120,6 +120,7 @@ def test_portable_needs_the_compiled_engine_and_kernels_for_avx2(
             EngineOptions(portable=True)
 
 
+@pytest.mark.full
 def test_a_study_takes_portable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
