@@ -315,9 +315,13 @@ class Engine(ABC):
             step = 1 if alone else max(1, block // self._block_divisor)
             try:
                 # Where models share sets, each set is prepared once for all of its models.
-                if alone or len(pairs.set_sizes) < len(pairs.models):
+                if len(pairs.set_sizes) < len(pairs.models):
                     self._measure_sets(table, work, pairs.sets, inputs, step, totals)
                 else:
+                    # An engine that runs model after model shares the calls around that: as many
+                    # models as their rows may be copied.
+                    if alone:
+                        step = max(1, self._max_entries(table) // max(1, self.layout.size))
                     self._measure_blocks(
                         table, work, pairs.set_sizes[pairs.sets], inputs, step, totals
                     )
@@ -390,7 +394,7 @@ class Engine(ABC):
                 read = pairs.prepare_each(sets, pieces)
                 for piece, (places, x) in enumerate(zip(pieces, read, strict=True)):
                     drawn = pairs.draw_inputs(sets, piece * size, len(part))
-                    outputs = self.forward(table[models], x, {**chosen, **drawn})
+                    outputs = self.forward(select_rows(table, models), x, {**chosen, **drawn})
                     for name, value in self._sample_metrics(
                         outputs, pairs.samples.prepare_targets(places)
                     ).items():

@@ -149,6 +149,10 @@ class ParameterSharing:
         Raises:
             ConfigError: when a pattern matches nothing, or nothing is left to share or to compare.
         """
+        if not (shared or similarity_on or home):  # the usual case, without a pass over a row
+            everything = ColumnSet(((0, layout.size),), layout.size)
+            trained = ColumnSet(((0, layout.trainable),), layout.size)
+            return ParameterSharing(everything, ColumnSet((), layout.size), trained, trained)
         mask = match_patterns(layout, shared, "shared")
         if home:
             mask = mask & ~match_patterns(layout, home, f"what {owner} keeps at home")

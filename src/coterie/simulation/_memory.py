@@ -215,11 +215,11 @@ def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
     # One client alone: nothing can be extrapolated.
     if sizes[0] == larger:
         return 0, 0
-    pairs = zip(
-        _list_memory_shapes(method, task, sizes[0]),
-        _list_memory_shapes(method, task, sizes[1]),
-        strict=True,
-    )
+    last = _list_memory_shapes(method, task, larger)
+    first = last  # of the whole population the shapes are there as they are
+    if larger < task.population:
+        first = _list_memory_shapes(method, task, sizes[0])
+    pairs = zip(first, last, strict=True)
     share = len(task) / task.population
     widest = None
     if method.memory_bound is not None:
