@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
@@ -22,7 +23,9 @@ def index_each(tensors: Mapping[str, Tensor], index: Any) -> dict[str, Tensor]:
 def select_rows(
     table: Shaped[Tensor, "rows *entries"], rows: Int[Tensor, " some"]
 ) -> Shaped[Tensor, "some *entries"]:
-    """Return some rows of a table: a view where it is a single one on a CPU, else a copy."""
-    if len(rows) == 1 and rows.device.type == "cpu":  # a device would have to be waited for
-        return table.narrow(0, int(rows), 1)
+    """Return some rows of a table: a view where they follow each other on a CPU, else a copy."""
+    if rows.device.type == "cpu" and len(rows):  # a device would have to be waited for
+        first = int(rows[0])
+        if len(rows) == 1 or torch.equal(rows, torch.arange(first, first + len(rows))):
+            return table.narrow(0, first, len(rows))
     return table[rows]

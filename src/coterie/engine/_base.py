@@ -88,6 +88,8 @@ class Engine(ABC):
 
     name: ClassVar[str]
     description: ClassVar[str] = "an engine of its own"
+    copies_rows: ClassVar[bool] = False
+    """Whether `forward` computes with a copy of each row, so that nothing depends on where it lies."""
     reason: str = ""
     compile_seconds: float = 0.0
     # how many times smaller blocks are than asked for, since the memory did not hold them
@@ -315,11 +317,11 @@ class Engine(ABC):
             step = 1 if alone else max(1, block // self._block_divisor)
             try:
                 # Where models share sets, each set is prepared once for all of its models.
-                if len(pairs.set_sizes) < len(pairs.models):
+                shared = len(pairs.set_sizes) < len(pairs.models)
+                if shared or (alone and not self.copies_rows):
                     self._measure_sets(table, work, pairs.sets, inputs, step, totals)
                 else:
-                    # An engine that runs model after model shares the calls around that: as many
-                    # models as their rows may be copied.
+                    # Many models share the calls around their forward passes, one by one or not.
                     if alone:
                         step = max(1, self._max_entries(table) // max(1, self.layout.size))
                     self._measure_blocks(
@@ -389,12 +391,13 @@ class Engine(ABC):
                 continue
             for part in members.split(min(block, most)):
                 models, sets = pairs.models[part], pairs.sets[part]
+                rows = select_rows(table, models) if self.copies_rows else table[models]
                 chosen = index_each(inputs, models)
                 pieces = pairs.sample_indices[sets, :number].split(size, dim=1)
                 read = pairs.prepare_each(sets, pieces)
                 for piece, (places, x) in enumerate(zip(pieces, read, strict=True)):
                     drawn = pairs.draw_inputs(sets, piece * size, len(part))
-                    outputs = self.forward(select_rows(table, models), x, {**chosen, **drawn})
+                    outputs = self.forward(rows, x, {**chosen, **drawn})
                     for name, value in self._sample_metrics(
                         outputs, pairs.samples.prepare_targets(places)
                     ).items():

@@ -53,6 +53,7 @@ class LoopEngine(Engine):
 
     name: ClassVar[str] = "loop"
     description: ClassVar[str] = "one client after another"
+    copies_rows: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -20,11 +20,18 @@ def test_each_tensor_gives_the_same_part():
     }
 
 
-def test_a_single_row_is_a_view_and_several_are_a_copy():
+def test_rows_that_follow_each_other_are_a_view_and_others_a_copy():
     table = torch.arange(6).reshape(3, 2)
-    one, some = select_rows(table, torch.tensor([1])), select_rows(table, torch.tensor([2, 0]))
+    one, two, some, again, none = (
+        select_rows(table, torch.tensor(rows, dtype=torch.int64))
+        for rows in ([1], [1, 2], [2, 0], [0, 0], [])
+    )
     assert one.tolist() == [[2, 3]]
+    assert two.tolist() == [[2, 3], [4, 5]]
     assert some.tolist() == [[4, 5], [0, 1]]
+    assert again.tolist() == [[0, 1], [0, 1]]
+    assert none.shape == (0, 2)
     table.zero_()
     assert one.tolist() == [[0, 0]]
+    assert two.tolist() == [[0, 0], [0, 0]]
     assert some.tolist() == [[4, 5], [0, 1]]
