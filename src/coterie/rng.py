@@ -123,7 +123,7 @@ class Rng:
         with _TORCH_LOCK, torch.random.fork_rng(devices=cuda, device_type="cuda"):
             # `torch.manual_seed` would also seed every CUDA device, and only the states of `cuda`
             # are restored.
-            torch.random.set_rng_state(torch.Generator().manual_seed(key).get_state())
+            torch.default_generator.manual_seed(key)
             for index in cuda:
                 with torch.cuda.device(index):
                     torch.cuda.manual_seed(key)
