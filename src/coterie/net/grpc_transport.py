@@ -42,7 +42,7 @@ from coterie.net.identity import Identity, split_address
 from coterie.net.log import RateLimit
 from coterie.net.outbox import NO_LAST, Missing, Outbox
 from coterie.net.payload import Refused, escape_text
-from coterie.net.proxy import connect
+from coterie.net.proxy import connect_in_thread
 from coterie.net.roster import Member, Roster
 from coterie.net.transport import WAIT, Delivery, HeadSource
 from coterie.net.tunnel import Tunnels
@@ -307,7 +307,7 @@ class GrpcTransport(GrpcServer):
                 # first.
                 if (proxy := self.find_proxy(member)) is not None:
                     at = member.host_and_port
-                    (await asyncio.to_thread(connect, at, proxy, seconds)).close()
+                    (await connect_in_thread(at, proxy, seconds)).close()
                     return None
                 host, port = member.host_and_port
                 found, _ = await self._loop.create_connection(asyncio.Protocol, host, port)
@@ -384,7 +384,7 @@ class GrpcTransport(GrpcServer):
                 at, proxy = await self._locate(member), self.find_proxy(member)
                 where: dict[str, Any] = {"host": at[0], "port": at[1]}
                 if proxy is not None:
-                    made = await asyncio.to_thread(connect, at, proxy, _CONNECT)
+                    made = await connect_in_thread(at, proxy, _CONNECT)
                     made.setblocking(False)
                     where = {"sock": made, "server_hostname": at[0]}
                 _, writer = await asyncio.open_connection(**where, ssl=context)

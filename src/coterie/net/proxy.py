@@ -5,6 +5,7 @@ connection between two members, with both certificates, so that it learns which 
 much and when, as a relay does. It resolves the names of hosts.
 """
 
+import asyncio
 import http.client
 import re
 import socket
@@ -110,3 +111,24 @@ def connect(address: tuple[str, int], proxy: str | None, timeout: float) -> sock
         raise
     made, asking.sock = asking.sock, None
     return made
+
+
+async def connect_in_thread(
+    address: tuple[str, int], proxy: str | None, timeout: float
+) -> socket.socket:
+    """Return a connection as `connect` does, while the event loop goes on.
+
+    Who does not wait for it any more leaves no connection behind: it is closed when it comes.
+    """
+    making = asyncio.get_running_loop().run_in_executor(None, connect, address, proxy, timeout)
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_close_late)
+        raise
+
+
+def _close_late(made: "asyncio.Future[socket.socket]") -> None:
+    # To ask for the error keeps asyncio from reporting it as one that nobody saw.
+    if not made.cancelled() and made.exception() is None:
+        made.result().close()

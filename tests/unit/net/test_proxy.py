@@ -1,5 +1,7 @@
 """The way out through an HTTP proxy: what is asked of it, what goes through it, what is said when it refuses."""
 
+import asyncio
+import gc
 import socket
 import threading
 from contextlib import ExitStack
@@ -10,7 +12,7 @@ from tests.outbound import Net, until
 
 from benchmarks.web_proxy import WebProxy
 from coterie.errors import ConfigError
-from coterie.net import doctor, local
+from coterie.net import doctor, local, proxy
 from coterie.net.grpc_transport import GrpcTransport
 from coterie.net.nodefile import NetworkSettings
 from coterie.net.outbox import Missing
@@ -85,7 +87,7 @@ def test_the_environment_names_the_proxy_and_whom_to_dial_directly(monkeypatch):
 
 def test_a_connection_is_made_where_the_proxy_knows_the_host(port):
     with (
-        WebProxy(port, {"north.invalid": "127.0.0.1"}) as proxy,
+        WebProxy(port, {"north.invalid": "127.0.0.1"}) as web,
         socket.create_server(("127.0.0.1", port + 1)) as far,
     ):
         with connect(("north.invalid", port + 1), f"http://127.0.0.1:{port}", 5.0) as near:
@@ -94,7 +96,7 @@ def test_a_connection_is_made_where_the_proxy_knows_the_host(port):
                 assert end.recv(5) == b"hello"
                 end.sendall(b"you")
                 assert near.recv(3) == b"you"
-        assert proxy.asked == [f"CONNECT north.invalid:{port + 1}"]
+        assert web.asked == [f"CONNECT north.invalid:{port + 1}"]
 
 
 def test_user_and_password_are_sent(port):
@@ -130,6 +132,36 @@ def test_what_speaks_no_http_is_said(port):
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(ProxyRefusedError, match="does not speak HTTP"):
             connect(("127.0.0.1", port + 1), f"http://127.0.0.1:{port}", 5.0)
+
+
+@pytest.mark.parametrize("late", ["a connection", "an error"])
+def test_a_connection_that_comes_too_late_is_closed(monkeypatch, late):
+    near, far = socket.socketpair()
+    go_on, reports = threading.Event(), []
+
+    def connect_slowly(*_):
+        go_on.wait(5.0)
+        if late == "an error":
+            raise ProxyRefusedError("no")
+        return near
+
+    monkeypatch.setattr(proxy, "connect", connect_slowly)
+
+    async def give_up():
+        asyncio.get_running_loop().set_exception_handler(lambda _, found: reports.append(found))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.02):
+                await proxy.connect_in_thread(("north.invalid", 1), None, 5.0)
+        go_on.set()
+        while late == "a connection" and near.fileno() >= 0:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(give_up(), 5.0))
+    with near, far:
+        far.settimeout(5.0)
+        assert late == "an error" or far.recv(1) == b""
+    gc.collect()
+    assert not reports
 
 
 # ---------------------------------------------------------------- members
