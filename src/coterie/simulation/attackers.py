@@ -137,8 +137,8 @@ class AttackExtension(Extension):
             return info
         weights, peers = info["weights"].double().cpu(), info["peers"]
         mixed = info["arrived"] & (weights > 0)
-        # clamp: -1 is an empty slot, which the last condition removes from the result.
-        theirs = mixed & self.attackers[peers.clamp(min=0)] & (peers >= 0)
+        # An empty slot is -1, and so names the last client: the last condition removes it.
+        theirs = mixed & self.attackers[peers] & (peers >= 0)
         # The own model counts in the whole weight.
         whole = torch.where(mixed, weights, 0).sum(1) + info["own_weight"].double().cpu()
         share = torch.where(theirs, weights, 0).sum(1) / whole

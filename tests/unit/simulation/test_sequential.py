@@ -578,3 +578,24 @@ def test_reports_of_waves_are_in_the_order_of_rows():
     infos = [{"x": torch.tensor([20, 0])}, {"x": torch.tensor([10])}]
     assert _sequential._join_reports(infos, rows)["x"].tolist() == [0, 10, 20]
     assert _sequential._join_reports([], []) == {}
+
+
+def test_who_is_read_is_known_before_where_only_the_last_exchange_reads_anybody():
+    board = Message(torch.zeros(2, 3), {}, torch.arange(2))
+    live = _sequential.LiveExchange([board, board], 2)
+    nobody, others = torch.full((2, 1), -1), torch.tensor([[1], [0]])
+
+    def begin():
+        live.set_active(torch.arange(2))
+        return _sequential._PeerProbe(live)
+
+    with pytest.raises(_sequential._PeersAsked) as asked:
+        begin().pull(board, others)
+    assert not asked.value.last
+    for second in (others, nobody):
+        probe = begin()
+        assert not bool(probe.pull(board, nobody).mask.any())
+        with pytest.raises(_sequential._PeersAsked) as asked:
+            probe.pull(board, second)
+        assert asked.value.last
+        assert torch.equal(asked.value.peers, second)
