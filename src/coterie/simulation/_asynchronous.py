@@ -12,6 +12,7 @@ speed and not one bit of the results, since messages have times and draws have k
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -560,10 +561,10 @@ class AsynchronousLoop(Loop):
             out[name] = torch.from_numpy(getattr(self, name).copy())
         for name in _REPORTS:
             reports: Reports = dict(getattr(self, name))
-            clients = sorted(reports)
-            out[f"{name}.clients"] = torch.tensor(clients, dtype=torch.int64)
-            joined = take_reports(reports, clients)
-            out |= {f"{name}.report.{key}": value for key, value in joined.items()}
+            for number, clients in enumerate(_group_by_names(reports)):
+                out[f"{name}.{number}.clients"] = torch.tensor(clients, dtype=torch.int64)
+                joined = take_reports(reports, clients)
+                out |= {f"{name}.{number}.report.{key}": value for key, value in joined.items()}
         return out
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -581,9 +582,14 @@ class AsynchronousLoop(Loop):
         for name in _ARRAYS:
             setattr(self, name, tensors[name].numpy().copy())
         for name in _REPORTS:
-            clients = tensors[f"{name}.clients"]
-            found = _select_tensors(tensors, f"{name}.report.")
-            setattr(self, name, note_reports(clients, found))
+            reports: Reports = {}
+            for number in itertools.count():
+                clients = tensors.get(f"{name}.{number}.clients")
+                if clients is None:
+                    break
+                found = _select_tensors(tensors, f"{name}.{number}.report.")
+                reports |= note_reports(clients, found)
+            setattr(self, name, reports)
         busy = (self.end != IDLE).nonzero()[0].tolist()
         self._queue = [(int(self.end[client]), client) for client in busy]
         heapq.heapify(self._queue)
@@ -627,6 +633,14 @@ def note_reports(rows: Int[Tensor, " rows"], info: Info) -> Reports:
     return {client: (kept, place) for place, client in enumerate(rows.tolist())}
 
 
+def _group_by_names(reports: Reports) -> list[list[int]]:
+    """Return the clients of which the same is reported, group by group."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for client in sorted(reports):
+        groups.setdefault(tuple(sorted(reports[client][0])), []).append(client)
+    return list(groups.values())
+
+
 def take_reports(reports: Reports, clients: Sequence[int]) -> Report:
     """Take the reports of some clients out, as one; nothing where none has any."""
     parts: dict[int, Report] = {}
@@ -648,18 +662,36 @@ def take_reports(reports: Reports, clients: Sequence[int]) -> Report:
 
 
 def _join_parts(parts: Sequence[Report]) -> Report:
-    """Join reports, which have to say the same of all clients."""
+    """Join reports; what a method reports in some of its rounds alone is NaN in the others.
+
+    Clients are in rounds of their own, so that one may be in a method's first stage and another one
+    in its second.
+    """
+    known: Report = {}
     for one in parts:
-        different = set(parts[0]) ^ set(one)
-        if different:
-            raise ConfigError(
-                f"the method reports {sorted(different)[0]!r} of some clients or rounds alone; "
-                "expected the same names of all, with NaN for a client that has nothing to report"
-            )
+        known = {**one, **known}
     joined = {}
-    for name in parts[0]:
-        joined[name] = concatenate_rows(name, [one[name] for one in parts])
+    for name, example in known.items():
+        rows = []
+        for one in parts:
+            if name in one:
+                rows.append(one[name])
+            else:
+                rows.append(_report_nothing(name, example, len(next(iter(one.values())))))
+        joined[name] = concatenate_rows(name, rows)
     return joined
+
+
+def _report_nothing(name: str, example: Tensor, clients: int) -> Tensor:
+    """Return the rows of an entry for clients that do not report it: no slots, or NaN."""
+    if name in SLOT_FILLS and example.ndim > 1:
+        return example.new_empty(clients, 0)
+    if example.ndim > 1:
+        raise ConfigError(
+            f"the method reports {name!r} of some clients or rounds alone, and it is no number a "
+            "client; expected it of all"
+        )
+    return torch.full((clients,), torch.nan, dtype=torch.float64)
 
 
 def _sum_rounds(ids: Int[Tensor, " rounds"], info: Info) -> tuple[Tensor, Report]:
@@ -680,7 +712,11 @@ def _sum_rounds(ids: Int[Tensor, " rounds"], info: Info) -> tuple[Tensor, Report
             continue
         out[name] = value[last]
         if name in summed:
-            out[name] = torch.zeros_like(out[name]).index_add(0, place, value)
+            # NaN is a round without a report: the others of the client count.
+            reported = ~value.isnan()
+            total = torch.zeros_like(out[name]).index_add(0, place, torch.where(reported, value, 0))
+            any_round = torch.zeros_like(clients).index_add(0, place, reported.to(clients)) > 0
+            out[name] = torch.where(any_round, total, out[name])
         elif name == metrics.DIVERGED.name:
             out[name] = torch.zeros_like(clients).index_add(0, place, value.to(clients)) > 0
     return clients, out

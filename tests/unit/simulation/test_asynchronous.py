@@ -462,28 +462,49 @@ def test_a_client_stops_by_its_own_rounds_and_not_by_the_records():
 # ---------------------------------------------------------------- kills
 
 
+# ---------------------------------------------------------------- stages of a method
+
+
+STAGES = {
+    "pens": {"num_sampled": 3, "num_kept": 1, "num_peers": 1, "stage_one_rounds": 2},
+    "panm-loss": {"num_peers": 2, "num_candidates": 3, "stage_one_rounds": 2, "interval": 2},
+}
+
+
+def test_a_client_in_a_methods_second_stage_reports_no_cost_of_the_first():
+    """Fast clients are in PENS's second stage while slow ones are in its first; spans hold a round each."""
+    work = [0.2, 0.9, 0.3, 0.5, 0.2, 0.7, 1.0, 0.4]
+    result = run(
+        METHODS["pens"](**STAGES["pens"]),
+        time={"round_seconds": work, "record_seconds": 0.1},
+        rounds=32,
+    )
+    edges, table = result.edges, result.metrics[result.metrics["metric"] == "passes"]
+    assert edges.groupby(["round", "reader"]).size().isin([1, 3]).all()
+    for client in range(CLIENTS):
+        own = edges[edges["reader"] == client]
+        began = sorted(own["round"].unique())
+        first = own[own["round"].isin(began[:2]) & (own["purpose"] != "missing")]
+        passes = table[table["client"] == client].dropna(subset="value")
+        assert passes["value"].sum() == 12 * len(first)
+        assert set(passes["round"]) <= set(began[:2])
+
+
+@pytest.mark.parametrize("kind", first_only(STAGES))
+def test_clients_in_different_stages_act_together_as_one_by_one(monkeypatch, tmp_path, kind):
+    method = METHODS[kind](**STAGES[kind])
+    monkeypatch.setitem(METHODS, kind, lambda: method)
+    check_one_by_one(monkeypatch, kind)
+    chosen = {"rounds": 5, "schedule": "asynchronous", "time": UNEVEN, "checkpoint_seconds": 0}
+    check_kills(tmp_path, method, tiny_settings(**chosen))
+
+
 class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize(
-    ("kind", "order"),
-    [
-        ("random", "exchange_first"),
-        pytest.param("dac", "exchange_first", marks=pytest.mark.full),
-        pytest.param("panm-grad", "train_first", marks=pytest.mark.slow),
-    ],
-)
-def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, kind, order):
-    federation = tiny_federation(CLIENTS)
-    chosen = tiny_settings(
-        rounds=5,
-        schedule="asynchronous",
-        time=UNEVEN,
-        order=order,
-        patience=3,
-        checkpoint_seconds=0,
-    )
+def check_kills(tmp_path, method, chosen):
+    """Kill a run in each of its rounds: it goes on to the bytes of one that was not killed."""
 
     def go(folder, at=None):
         def kill(progress):
@@ -492,7 +513,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, kind, order):
                 raise Killed
 
         return simulate(
-            federation, METHODS[kind](), model="linear", settings=chosen, seed=2,
+            tiny_federation(CLIENTS), method, model="linear", settings=chosen, seed=2,
             folder=tmp_path / folder, resume=True, observer=kill,
         )  # fmt: skip
 
@@ -504,6 +525,26 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, kind, order):
     assert torch.equal(whole.params, again.params)
     for name in ("metrics.parquet", "edges.parquet", "checkpoint.safetensors"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "killed" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [
+        ("random", "exchange_first"),
+        pytest.param("dac", "exchange_first", marks=pytest.mark.full),
+        pytest.param("panm-grad", "train_first", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path, kind, order):
+    chosen = tiny_settings(
+        rounds=5,
+        schedule="asynchronous",
+        time=UNEVEN,
+        order=order,
+        patience=3,
+        checkpoint_seconds=0,
+    )
+    check_kills(tmp_path, METHODS[kind](), chosen)
 
 
 @pytest.mark.full
