@@ -1,0 +1,50 @@
+"""benchmarks/waiting.py: which clients are slow, and which way round a difference is."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import waiting
+
+
+def test_slow_clients_are_those_of_the_study():
+    digits = waiting.list_seconds("stragglers/digits", 5)
+    assert [client for client, seconds in enumerate(digits) if seconds == 5] == [3, 7, 11, 15, 19]
+    assert waiting.list_seconds("stragglers/hospitals", 1) == [1, 1, 1, 1]
+
+
+def make_pair(one, other, difference, low, high):
+    return SimpleNamespace(
+        method_a=one, method_b=other, difference=difference, low=low, high=high, overlap=0.0
+    )
+
+
+def make_ranking(*pairs):
+    rows = []
+    for label, rounds, value in (
+        ("A", 6.0, 0.7), ("A, no waiting", 60.0, 0.8), ("B", 6.0, 0.9), ("B, no waiting", 60.0, 0.6), ("C", 6.0, 0.5),
+    ):  # fmt: skip
+        rows.append(SimpleNamespace(label=label, rounds=rounds, value=value))
+    return SimpleNamespace(rows=rows, pairs=pairs, budget=60.0, seeds=[0, 1])
+
+
+def test_a_difference_above_zero_speaks_for_not_waiting():
+    found = list(
+        waiting.compare_schedules(
+            make_ranking(
+                make_pair("A, no waiting", "A", 0.1, 0.05, 0.15),
+                make_pair("B", "B, no waiting", 0.3, -0.1, 0.7),
+            )
+        )
+    )
+    assert [row["method"] for row in found] == ["A", "B"]
+    assert [(row["difference"], row["low"], row["high"]) for row in found] == [
+        (0.1, 0.05, 0.15),
+        (-0.3, -0.7, 0.1),
+    ]
+    assert [row["in step"] for row in found] == [0.7, 0.9]
+
+
+def test_a_pair_that_is_not_there_is_an_error():
+    with pytest.raises(LookupError, match="A, no waiting and A"):
+        list(waiting.compare_schedules(make_ranking()))
