@@ -718,7 +718,7 @@ def _sum_rounds(ids: Int[Tensor, " rounds"], info: Info) -> tuple[Tensor, Report
             any_round = torch.zeros_like(clients).index_add(0, place, reported.to(clients)) > 0
             out[name] = torch.where(any_round, total, out[name])
         elif name == metrics.DIVERGED.name:
-            out[name] = torch.zeros_like(clients).index_add(0, place, value.to(clients)) > 0
+            out[name] = torch.zeros_like(clients).index_add(0, place, (value > 0).to(clients)) > 0
     return clients, out
 
 
