@@ -114,7 +114,7 @@ def draw_lessons(rows: Sequence[Mapping[str, Any]]) -> str:
             if not parts:
                 parts = ["neither way is shown to be better for any method"]
             elif rest := [row["method"] for row in own if not side_of_zero(row)]:
-                parts.append(f"not told apart for {list_names(rest)}")
+                parts.append(f"not distinguished for {list_names(rest)}")
             speed = "equal speeds" if slower == 1 else f"slow clients take {slower} times as long"
             lines.append(f"* {title}, {speed}: {'; '.join(parts)}.")
     return "\n".join(lines)

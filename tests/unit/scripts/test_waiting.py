@@ -54,5 +54,5 @@ def test_lessons_name_each_method_once(made):
     ):
         rows.append({"study": "stragglers/digits", "times slower": 5, "method": method, "low": low, "high": high})  # fmt: skip
     line = made["draw_lessons"](rows).split("\n")[0]
-    said = "not waiting is better for DAC and PENS; waiting is better for Local; not told apart for Ditto"
+    said = "not waiting is better for DAC and PENS; waiting is better for Local; not distinguished for Ditto"
     assert line.endswith(f"{said}.")
