@@ -131,8 +131,9 @@ def page() -> str:
     most = max(row["rounds that wait"] for row in rows)
     parts.append(TAIL.format(lessons=draw_lessons(rows), most=most, least=least))
     machine = origin["machine"]
+    age = told(NAME, origin).replace("(stored-results.md)", "(../reference/stored-results.md)")
     parts.append(
-        f"`{origin['command']}`, Python {machine['python']}, torch {machine['torch']}. {told(NAME, origin)}\n"
+        f"`{origin['command']}`, Python {machine['python']}, torch {machine['torch']}. {age}\n"
     )
     return "\n".join(parts)
 
