@@ -488,6 +488,14 @@ def test_a_client_in_a_methods_second_stage_reports_no_cost_of_the_first():
         passes = table[table["client"] == client].dropna(subset="value")
         assert passes["value"].sum() == 12 * len(first)
         assert set(passes["round"]) <= set(began[:2])
+    # In one long span a client has rounds of both stages: those of the first still count.
+    long = run(
+        METHODS["pens"](**STAGES["pens"]),
+        time={"round_seconds": work, "record_seconds": 3.2},
+        rounds=1,
+    )
+    whole = long.metrics[long.metrics["metric"] == "passes"]
+    assert whole.set_index("client")["value"].equals(table.groupby("client")["value"].sum())
 
 
 @pytest.mark.parametrize("kind", first_only(STAGES))
