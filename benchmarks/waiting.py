@@ -50,25 +50,19 @@ def compare_schedules(found: EqualBudget) -> Iterator[dict[str, Any]]:
         free = rows.get(label + NO_WAITING)
         if free is None:
             continue
-        pair, sign = find_pair(found, free.label, label)
-        low, high = pair.low, pair.high
-        if sign < 0 and low is not None and high is not None:
-            low, high = -high, -low
+        pair = find_pair(found, free.label, label)
         yield {
             "method": label, "seconds": found.budget, "seeds": len(found.seeds),
             "rounds that wait": waits.rounds, "in step": waits.value, "no waiting": free.value,
-            "difference": sign * pair.difference if pair.difference is not None else None,
-            "low": low, "high": high, "overlap": pair.overlap,
+            "difference": pair.difference, "low": pair.low, "high": pair.high, "overlap": pair.overlap,
         }  # fmt: skip
 
 
-def find_pair(found: EqualBudget, one: str, other: str) -> tuple[Pair, int]:
-    """Return the pair of two methods, and -1 where it has them the other way round."""
+def find_pair(found: EqualBudget, one: str, other: str) -> Pair:
+    """Return the pair of two methods, that says by how much the first is better."""
     for pair in found.pairs:
-        if (pair.method_a, pair.method_b) == (one, other):
-            return pair, 1
-        if (pair.method_a, pair.method_b) == (other, one):
-            return pair, -1
+        if pair.key == {one, other}:
+            return pair if pair.method_a == one else pair.swap_methods()
     raise LookupError(f"no pair of {one} and {other}")
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import waiting
+from coterie.results.pairs import Pair
 
 
 def test_slow_clients_are_those_of_the_study():
@@ -14,9 +15,10 @@ def test_slow_clients_are_those_of_the_study():
 
 
 def make_pair(one, other, difference, low, high):
-    return SimpleNamespace(
-        method_a=one, method_b=other, difference=difference, low=low, high=high, overlap=0.0
-    )
+    return Pair(
+        one, other, "accuracy", "all", difference, low, high, p=0.01, p_corrected=0.02, effect=1.0, gained=0.6, lost=0.3,
+        seeds=2, clients=4, seeds_needed=None, established=True,
+    )  # fmt: skip
 
 
 def make_ranking(*pairs):
