@@ -145,3 +145,10 @@ def test_nothing_to_share_or_to_compare_is_refused():
         ParameterSharing.from_patterns(LAYOUT, home=["heed"], owner="fedper")
     with pytest.raises(ConfigError, match="names nothing that is trained and shared"):
         ParameterSharing.from_patterns(LAYOUT, ["head"], ["body"])
+
+
+def test_choosing_nothing_is_choosing_everything():
+    """Also with running statistics, which are shared and not compared."""
+    layout = Layout(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    assert layout.trainable < layout.size
+    assert ParameterSharing.from_patterns(layout) == ParameterSharing.from_patterns(layout, ["*"])
