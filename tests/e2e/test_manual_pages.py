@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from coterie.cli.app import app
 from coterie.data.federation import TRAIN, VALIDATION
+from coterie.results.stored_runs import load_run
 
 pytest.importorskip("transformers")
 FOLDER = Path(__file__).resolve().parents[2] / "examples/manual_pages"
@@ -54,10 +55,19 @@ def test_each_client_has_pages_of_one_language_that_nobody_else_has(example, tmp
 def test_the_study_runs_on_made_up_pages(example, tmp_path):
     losses = example.pretrain("small-gpt2", steps=60)
     assert np.mean(losses[-5:]) < losses[0] - 1
-    (tmp_path / "manual-pages.toml").write_text((FOLDER / "manual-pages.toml").read_text())
-    given = ["run", "manual-pages.toml", "--set", "rounds=1", "--set", "seeds=[0]"]
-    # In this process, where tests.hugging has been imported.
-    told = CliRunner().invoke(app, [*given, "--out", "runs", "--workers", "1"])
-    assert told.exit_code == 0, told.output
-    runs = sorted(path.parent.name for path in (tmp_path / "runs/manual-pages").glob("*/seed-0"))
-    assert len(runs) == 8
+    sent = {}
+    for name, methods in {"manual-pages": 10, "manual-pages-ffa": 2}.items():
+        (tmp_path / f"{name}.toml").write_text((FOLDER / f"{name}.toml").read_text())
+        given = ["run", f"{name}.toml", "--set", "rounds=1", "--set", "seeds=[0]"]
+        # In this process, where tests.hugging has been imported.
+        told = CliRunner().invoke(app, [*given, "--out", "runs", "--workers", "1"])
+        assert told.exit_code == 0, told.output
+        runs = list((tmp_path / "runs" / name).glob("*/seed-0"))
+        assert len(runs) == methods
+        sent |= {run.parent.name: load_run(run).edges["bytes"].max() for run in runs}
+    # Rank 4: A of c_attn and of c_fc is 4 x 64, B is 192 x 4 and 256 x 4; in two layers. A message
+    # also has the number of samples, and DAC's the similarity to each of 24 clients.
+    a, b = 2 * 2 * 4 * 64 * 4, 2 * 4 * (192 + 256) * 4
+    assert sent["Random (Dec-LoRA)"] == a + b + 4
+    assert sent["DAC, by loss"] - sent["DAC, by loss, FedSA"] == b
+    assert sent["DAC, by loss"] - sent["DAC, by loss, FFA"] == a
