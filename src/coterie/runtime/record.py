@@ -253,10 +253,12 @@ class Record:
 
     def _make_frame(self, table: _ColumnTable) -> pd.DataFrame:
         columns = {}
+        # One type for all columns: each new one would check its categories again.
+        kind = pd.CategoricalDtype(self.names)
         for name, values in table.join_chunks().items():
             columns[name] = values
             if name in _NAMES:
-                columns[name] = pd.Categorical.from_codes(values, categories=self.names)
+                columns[name] = pd.Categorical.from_codes(values, dtype=kind)
         return pd.DataFrame(columns)
 
     def encode_files(self) -> dict[str, bytes]:
