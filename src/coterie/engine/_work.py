@@ -536,18 +536,21 @@ def first_equal_rows(rows: Float[Tensor, "rows params"]) -> Int[Tensor, " rows"]
     # An expanded row, such as a shared first model.
     if len(rows) and rows.stride(0) == 0:
         return torch.zeros(len(rows), dtype=torch.int64)
-    sums = rows.sum(1).tolist()
+    # The sum alone is the same for models that differ: the gradients of a softmax's logits add up to
+    # zero, so that steps of gradient descent leave the sum of a linear model as it was.
+    norms = torch.linalg.vector_norm(rows, dim=1)
+    keys = list(zip(rows.sum(1).tolist(), norms.tolist(), strict=True))
     first, open_ = torch.arange(len(rows)), list(range(len(rows)))
-    while open_:  # each time, rows with the same sum are compared with the first of them
+    while open_:  # each time, rows with the same key are compared with the first of them
         # A NaN equals no key, so a row with one leads itself and is not compared.
-        leader: dict[float, int] = {}
-        pairs = [(row, leader.setdefault(sums[row], row)) for row in open_]
+        leader: dict[tuple[float, float], int] = {}
+        pairs = [(row, leader.setdefault(keys[row], row)) for row in open_]
         later = [(row, other) for row, other in pairs if row != other]
         same = _compare_rows(rows, later)
         for (row, other), is_ in zip(later, same, strict=True):
             if is_:
                 first[row] = other
-        # Rows that differ in spite of equal sums look for another leader among themselves.
+        # Rows that differ in spite of equal keys look for another leader among themselves.
         open_ = [row for (row, _), is_ in zip(later, same, strict=True) if not is_]
     return first
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from coterie.engine import _work
 from coterie.engine._loop import LoopEngine
 from coterie.engine._work import RawSamples, first_equal_rows
 from coterie.engine.native.compiled import CompiledEngine
@@ -224,3 +225,20 @@ def test_rows_that_are_equal_are_found_also_where_their_sums_agree():
     assert first_equal_rows(rows).tolist() == [0, 1, 0, 3, 4, 1]
     assert first_equal_rows(torch.zeros(0, 3)).tolist() == []
     assert first_equal_rows(torch.ones(1, 3).expand(4, 3)).tolist() == [0, 0, 0, 0]
+
+
+def test_different_rows_of_one_sum_are_not_compared_pair_by_pair(monkeypatch):
+    """Linear models of softmax, whose sums gradient descent leaves as they were: 1 + k - k."""
+    compared = []
+    compare = _work._compare_rows
+
+    def note(rows, pairs):
+        compared.extend(pairs)
+        return compare(rows, pairs)
+
+    monkeypatch.setattr(_work, "_compare_rows", note)
+    steps = torch.arange(40.0)
+    rows = torch.stack([torch.ones(40), steps, -steps], dim=1)
+    rows = torch.cat([rows, rows[[7]]])
+    assert first_equal_rows(rows).tolist() == [*range(40), 7]
+    assert compared == [(40, 7)]
