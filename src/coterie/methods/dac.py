@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from coterie._util import pages
-from coterie._util.settings import CustomFunction, NonNegativeFloat, PositiveInt
+from coterie._util.settings import CustomFunction, NonNegativeFloat, NonNegativeInt, PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.base import Inbox, Message
@@ -395,6 +395,8 @@ class Dac(PeerMethod):
         table: members that a client remembers at most, for large populations; all when not given.
             The others count as unknown. Half of the table is for the most similar members that the
             client measured itself, the rest for estimates, those of the most similar peer first.
+        explore: how many of the peers read each round are drawn uniformly from the members outside
+            of the table; needs a table.
     """
 
     memory_bound: ClassVar[str | None] = "table"
@@ -419,6 +421,7 @@ class Dac(PeerMethod):
     eps: NonNegativeFloat = 1e-6
     selection: CustomFunction | None = None
     table: PositiveInt | None = None
+    explore: NonNegativeInt = 0
 
     def check(self) -> None:
         """Refuse a push of a similarity other than "inv_loss", and what does not go with a table."""
@@ -426,7 +429,11 @@ class Dac(PeerMethod):
         require(
             fits, "loss_direction", self.loss_direction, "'pull' unless similarity = 'inv_loss'"
         )
+        expected = f"at most num_peers ({self.num_peers})"
+        require(self.explore <= self.num_peers, "explore", self.explore, expected)
         if self.table is None:
+            # A memory of all pairs has no member outside.
+            require(self.explore == 0, "explore", self.explore, "0 without a table")
             return
         # A client has to remember what it reads in a round until the round's end.
         expected = f"num_peers ({self.num_peers}) or more"
@@ -582,7 +589,7 @@ class Dac(PeerMethod):
             columns = memory.select_rows(rows).list_columns(rnd.ids[rows], rnd.task.population)
             # As without a table: the memory is that of the end of the last round.
             probability = self.peer_probabilities(rnd.ids[rows], columns, max(rnd.index - 1, 0))
-            drawn.append(memory.draw_peers(rnd, rows, probability, self.num_peers))
+            drawn.append(memory.draw_peers(rnd, rows, probability, self.num_peers, self.explore))
         peers, prior = map(torch.cat, zip(*drawn, strict=True))
         return peers, prior
 

@@ -190,18 +190,25 @@ class PeerTable:
         return TableColumns(similarity, torch.nn.functional.pad(status, (0, 1)), column, members)
 
     def draw_peers(
-        self, rnd: Round, rows: slice, probability: Float[Tensor, "clients columns"], count: int
+        self,
+        rnd: Round,
+        rows: slice,
+        probability: Float[Tensor, "clients columns"],
+        count: int,
+        explore: int = 0,
     ) -> tuple[Int[Tensor, "clients peers"], Float[Tensor, "clients peers"]]:
         """Draw peers of some clients without replacement; return them and their probabilities.
 
         Members of the table have a draw each. Of the others, which are equally probable, only those
-        with the smallest draws matter: the order statistics of all their draws are drawn.
+        with the smallest draws matter: the order statistics of all their draws are drawn. The last
+        `explore` of the peers drawn are replaced by members outside of the table.
 
         Args:
             rnd: the round.
             rows: the clients.
             probability: of each column of `list_columns`.
             count: how many each draws.
+            explore: how many of these are members outside of the table, where so many are left.
         """
         own, ids, reachable = rnd.ids[rows], self.ids[rows].long(), rnd.reachable
         population, width = rnd.task.population, ids.shape[1]
@@ -230,10 +237,18 @@ class PeerTable:
             rest = ~certain
             noise = -(-torch.log1p(-draws[rest])).log()
             columns[rest] = selection.sample_peers(mass[rest].log(), noise, count, allowed[rest])
+        outside = columns >= width
+        if explore and width < population:
+            # Peers come best first, so those before the last are a draw of fewer.
+            last = torch.arange(columns.shape[1]) >= columns.shape[1] - explore
+            replaced = last & (columns >= 0) & ~outside
+            left = number - listed.sum(1) - outside.sum(1)
+            replaced &= replaced.cumsum(1) <= left[:, None]
+            columns, outside = columns.masked_fill(replaced, width), outside | replaced
         prior = mass.gather(1, columns.clamp(min=0))
         inside = columns.clamp(min=0, max=width - 1)
         peers = torch.where(columns < 0, -1, ids.gather(1, inside))
-        _draw_unlisted(rnd, own, ids, reachable, peers, columns >= width)
+        _draw_unlisted(rnd, own, ids, reachable, peers, outside)
         return peers, prior
 
 

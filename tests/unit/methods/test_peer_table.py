@@ -79,6 +79,11 @@ def test_tables_keep_the_contract(name):
     check_method(dataclasses.replace(METHODS[name], table=3), relabel=False)
 
 
+@pytest.mark.full
+def test_exploring_keeps_the_contract():
+    check_method(Dac(num_peers=2, table=3, explore=1), relabel=False)
+
+
 def a_table(ids, similarity, status, count=None):
     ids, status = torch.tensor([ids], dtype=torch.int32), torch.tensor([status], dtype=torch.int8)
     count = torch.tensor([count], dtype=torch.int32) if count else (status == 2).int()
@@ -252,6 +257,54 @@ def test_only_members_that_can_be_reached_are_drawn(play, reachable):
             assert len(drawn) == len(set(drawn)) == min(4, len(others))
 
 
+def fill_tables(memory, width):
+    """Let each of 12 clients know its `width` next members as equally and very similar."""
+    for row in range(12):
+        ids = sorted((row + step) % 12 for step in range(width + 1))
+        memory.ids[row] = torch.tensor(ids)
+        memory.status[row] = torch.tensor([3 if member == row else 2 for member in ids])
+        memory.similarity[row] = torch.tensor([float(member != row) for member in ids])
+
+
+def test_the_last_peers_are_drawn_uniformly_outside_of_the_table(play):
+    """Of 12 members 4 are listed, and each of the 7 others has a millionth: 300 draws of 12 clients."""
+    method = Dac(num_peers=4, table=4, explore=1)
+    game = play(method, tiny_federation(12))
+    fill_tables(game.memory, 4)
+    plain, steps = Dac(num_peers=4, table=4), torch.zeros(12)
+    for index in range(300):
+        rnd = dataclasses.replace(round_of(game), rng=game.loop.rng.at_round(index))
+        peers, prior = method.draw_peers(rnd, game.memory)
+        before, _ = plain.draw_peers(rnd, game.memory)
+        away = (peers - torch.arange(12)[:, None]) % 12
+        # 3,600 times three draws among the four listed ones, and a millionth for each other.
+        listed = (away[:, :3] <= 4).all(1)
+        assert listed.sum() >= 11
+        assert torch.equal(peers[listed, :3], before[listed, :3]), "the others are a draw of three"
+        assert bool((prior[listed, 3] < prior[listed, :3].min(1).values).all())
+        steps += away[:, 3].bincount(minlength=12)
+    assert steps[:5].sum() == 0
+    share, error = 1 / 7, math.sqrt(1 / 7 * 6 / 7 / 3600)
+    assert bool(((steps[5:] / 3600 - share).abs() < 4 * error).all()), steps
+
+
+@pytest.mark.parametrize("explore", [2, 4])
+def test_members_of_the_table_are_read_where_none_is_left_outside(play, explore):
+    """Of the 12 only six can be reached: for client 0 it are 1 to 4, which it lists, and 5."""
+    method = Dac(num_peers=4, table=4, explore=explore)
+    game = play(method, tiny_federation(12))
+    fill_tables(game.memory, 4)
+    reachable = torch.arange(12) < 6
+    rnd = dataclasses.replace(round_of(game), reachable=reachable, rng=game.loop.rng)
+    peers = method.draw_peers(rnd, game.memory)[0]
+    for row, drawn in enumerate(peers.tolist()):
+        listed = {(row + step) % 12 for step in range(1, 5)} & set(range(6))
+        others = set(range(6)) - listed - {row}
+        assert len(set(drawn)) == 4
+        assert set(drawn) <= listed | others
+        assert len(set(drawn) & others) == max(min(explore, len(others)), 4 - len(listed))
+
+
 def test_a_table_is_as_wide_as_it_was_told_to_be(play):
     memory = play(Dac(num_peers=2, table=3), tiny_federation(12)).steps(4).memory
     assert memory.ids.shape == (12, 4)
@@ -266,6 +319,8 @@ def test_a_table_is_as_wide_as_it_was_told_to_be(play):
     [
         ({"table": 2, "num_peers": 3}, "table is 2; expected num_peers \\(3\\) or more"),
         ({"table": 9, "loss_direction": "push"}, "loss_direction is 'push'; expected 'pull'"),
+        ({"explore": 1}, "explore is 1; expected 0 without a table"),
+        ({"table": 9, "explore": 6}, "explore is 6; expected at most num_peers \\(5\\)"),
         ({"table": 9, "selection": "a:b"}, "selection is 'a:b'; expected none"),
         (
             {"table": 9, "two_hop_scope": "history"},
