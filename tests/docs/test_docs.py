@@ -57,7 +57,7 @@ NOT_RUN = {
     "how-to/machines.md": 3,
     "how-to/cluster.md": 9,
     "how-to/watch-and-track.md": 2,
-    "how-to/no-open-port.md": 1,
+    "how-to/no-open-port.md": 2,
 }
 
 

@@ -367,7 +367,8 @@ class Tunnels:
         self, peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         near, end = SocketEnd(reader, writer), self._spare.pop(peer, None)
-        with self._hold_task():
+        # Python 3.11 prints a traceback for each connection whose task was cancelled.
+        with self._hold_task(), suppress(asyncio.CancelledError):
             await self._connect(peer, near, end)
 
     async def _connect(self, peer: str, near: End, end: End | Missing | None) -> None:

@@ -235,7 +235,7 @@ def test_a_relay_that_a_newer_roster_leaves_out_is_no_way(tmp_path, port, stack)
     assert found.reason == "closing"
 
 
-def test_a_node_that_leaves_ends_the_tunnels_that_are_left(tmp_path, port, stack):
+def test_a_node_that_leaves_ends_the_tunnels_that_are_left(tmp_path, port, stack, caplog):
     """One still waits for a member that has no stream open; nobody else would end it then."""
     net = Net(stack, tmp_path, 2, port=port, outbound=(0, 1), relays=1)
     node = net.nodes["n0"]
@@ -248,3 +248,4 @@ def test_a_node_that_leaves_ends_the_tunnels_that_are_left(tmp_path, port, stack
         waiting.settimeout(2.0)
         assert waiting.recv(1) == b"", "closed, and long before the wait for the member is over"
     assert node._tunnels._going == set()
+    assert [one for one in caplog.records if one.name == "asyncio"] == [], "no traceback at the end"
