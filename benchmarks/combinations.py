@@ -159,6 +159,8 @@ def _draw_time(stream: random.Random) -> Case:
     if stream.random() < 0.6:
         rules = ({"kind": "fedbuff", "buffer": 2, "server_lr": 0.5}, {"kind": "fedasync"})
         table["server"] = stream.choice(rules)
+    if stream.random() < 0.2:  # for rounds in step alone: refused without them
+        table["deadline_seconds"] = stream.choice([0.7, 1.0, 2.0])
     return table
 
 

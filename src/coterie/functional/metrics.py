@@ -626,6 +626,17 @@ IDLE_SHARE = Metric(
     scale=100.0,
     digits=1,
 )
+LATE = Metric(
+    "late",
+    "1 where a client missed the deadline of a round, else 0; only of rounds in which some did",
+    "late clients",
+    "late",
+    "lower",
+    unit="%",
+    scale=100.0,
+    digits=1,
+    shown="curve",
+)
 REFUSED = Metric(
     "refused",
     "models that a client, or its server, refused to mix in a round",

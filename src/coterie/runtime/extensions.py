@@ -181,17 +181,23 @@ class TimeExtension(Extension):
 
     Args:
         settings: of the run, with a table of time.
+
+    Attributes:
+        late: whether each participant of the last round missed its deadline.
+        done: when each of them was, or will be, done, in nanoseconds.
     """
 
     name = "time"
     state: _Spent
+    late: Bool[np.ndarray, " clients"]
+    done: Int[np.ndarray, " clients"]
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
 
     def report_metrics(self) -> Sequence[Metric]:
-        """Return the time since the warm-up, and the share of it without work."""
-        return metrics.ELAPSED, metrics.IDLE_SHARE
+        """Return the time since the warm-up, the share of it without work, and who was late."""
+        return metrics.ELAPSED, metrics.IDLE_SHARE, metrics.LATE
 
     def start(self, task: Task, rng: Rng, params: Float[Tensor, "clients params"]) -> None:
         """Begin at time 0.
@@ -207,6 +213,7 @@ class TimeExtension(Extension):
                 "time is set: virtual time needs one process that hosts all clients; leave it out"
             )
         self.clock = Clock(time, task.count_steps(self.settings.local), rng.seed)
+        self.span = time.deadline_nanoseconds
         zero = torch.zeros(len(task), dtype=torch.int64)
         self.state = _Spent(zero, zero)
 
@@ -226,22 +233,48 @@ class TimeExtension(Extension):
             traffic = replace(
                 traffic, down=down.double().cpu().numpy(), up=up.double().cpu().numpy()
             )
-        # From the latest end: clients that took no part have waited too.
-        end, worked = self.clock.time_round(
+        before, deadline = self.state, self.deadline
+        times = self.clock.time_round(
             rnd.index,
-            int(self.state.elapsed.max()),
+            self.now,
             numbers,
             traffic,
             reads_first=rnd.order == "exchange_first",
+            deadline=deadline,
         )
-        elapsed = torch.full_like(self.state.elapsed, end)
-        total = self.state.worked.index_add(0, rows, torch.from_numpy(worked))
+        # To a server a model goes at the end of the round; a peer is late with its next message.
+        self.done = times.done if traffic.up is not None else times.trained
+        self.late = self.done > deadline
+        elapsed = torch.full_like(before.elapsed, min(deadline, int(times.done.max())))
+        total = before.worked.index_add(0, rows, torch.from_numpy(times.worked))
         self.state = _Spent(elapsed, total)
-        return {
-            **info,
-            metrics.ELAPSED.name: elapsed[rows].double() / SECOND,
-            metrics.IDLE_SHARE.name: 1 - total[rows].double() / elapsed[rows].double(),
-        }
+        late, idle = torch.from_numpy(self.late), 1 - total[rows].double() / elapsed[rows].double()
+        times_report = {metrics.ELAPSED.name: elapsed[rows].double() / SECOND}
+        if bool(late.any()):
+            # The work of a late client is not over: up to the beginning of the round (NaN: 0 of 0).
+            earlier = 1 - before.worked[rows].double() / before.elapsed[rows].double()
+            idle = torch.where(late, earlier, idle)
+            times_report[metrics.LATE.name] = late.double()
+        return {**info, **times_report, metrics.IDLE_SHARE.name: idle}
+
+    @property
+    def now(self) -> int:
+        """When the next round begins, in nanoseconds."""
+        # The latest end: clients that took no part have waited too.
+        return int(self.state.elapsed.max())
+
+    @property
+    def deadline(self) -> int:
+        """When the next round ends at the latest; where there is no deadline, after any time."""
+        if self.span is None:
+            return np.iinfo(np.int64).max
+        return self.now + self.span
+
+    def pass_round(self) -> float:
+        """Let a round pass in which nobody takes part, and return its end, in seconds."""
+        assert self.span is not None
+        self.state = replace(self.state, elapsed=self.state.elapsed + self.span)
+        return self.now / SECOND
 
 
 def make_extensions(method: Method, settings: Settings) -> list[Extension]:

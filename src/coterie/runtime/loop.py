@@ -445,10 +445,9 @@ class Loop:
             judged = trained
         elif trained is not None:
             judged = params.index_copy(0, rows.to(params.device), trained)
-        measured = torch.zeros(len(ids), dtype=torch.bool)
         # A server serves every client after each round, so all are measured; of peers only the
         # ones that took part have changed.
-        measured[rows] = True
+        measured = self._select_changed(rows)
         if self.method.server or begins:
             measured[:] = True
         if bool(measured.all()):
@@ -484,6 +483,16 @@ class Loop:
                 ids[new], models[new]
             )
         self._record_evaluation(index, params, extra)
+
+    def _select_changed(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, " clients"]:
+        """Return which hosted clients have another model than at the last evaluation.
+
+        Args:
+            rows: of the clients that took part in the round.
+        """
+        changed = torch.zeros(len(self.task), dtype=torch.bool)
+        changed[rows] = True
+        return changed
 
     def _record_evaluation(self, index: int, params: Tensor, extra: Info) -> None:
         """Record how the models do now: on validation data, and where it is time on test sets."""

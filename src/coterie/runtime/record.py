@@ -190,9 +190,9 @@ class Record:
         """Add the models that clients requested in a round, from the report of a method.
 
         A received model that was mixed has the purpose "mix", one that was only evaluated "probe";
-        a message that did not arrive gives an edge with purpose "missing" and no bytes, and one
-        that the reader refused has the purpose "refused". The similarity of a message that did not
-        arrive is NaN.
+        a message that did not arrive gives an edge with purpose "missing" (without bytes, unless it
+        came after a deadline), and one that the reader refused has the purpose "refused". The
+        similarity of a message that did not arrive is NaN.
         """
         if "peers" not in info:
             return

@@ -44,6 +44,11 @@ _NEEDS_STEP = {
     "local.lr_schedule": "it runs over all rounds, and clients do not know how many they will do",
     "local.dp": "epsilon is counted by rounds of all clients",
 }
+# Why settings do not go with rounds that end at a deadline.
+_NEEDS_EVERYBODY = {
+    "patience": "a client that is late stops by rounds in which it took no part",
+    "secure_aggregation": "a masked sum is of clients that all stay to the end of the round",
+}
 
 
 @dataclass(frozen=True)
@@ -261,6 +266,8 @@ class Settings(Configurable):
             raise ConfigError(
                 f"new_clients is set; with a table of time it is not: {_NEEDS_STEP['new_clients']}"
             )
+        if time.deadline_seconds is not None:
+            self._check_deadline()
         if not free:
             return
         # A round of the results is a span of virtual time, in which clients do several rounds or
@@ -276,6 +283,23 @@ class Settings(Configurable):
                 raise ConfigError(
                     f"{name} is set; with schedule = 'asynchronous' it is not: {_NEEDS_STEP[name]}"
                 )
+
+    def _check_deadline(self) -> None:
+        """Check what cannot be where rounds end at a deadline."""
+        if self.schedule != "synchronous":
+            raise ConfigError(
+                f"time.deadline_seconds is set; with schedule = {self.schedule!r} it is not: nobody "
+                "waits, so that there is no round to end"
+            )
+        for name, reason in _NEEDS_EVERYBODY.items():
+            if getattr(self, name):
+                raise ConfigError(f"{name} is set; with time.deadline_seconds it is not: {reason}")
+
+    @property
+    def has_deadline(self) -> bool:
+        """Whether rounds end at a deadline."""
+        time = self.virtual_time
+        return time is not None and time.deadline_seconds is not None
 
     @property
     def virtual_time(self) -> VirtualTime | None:

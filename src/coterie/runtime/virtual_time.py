@@ -284,6 +284,9 @@ class VirtualTime(Configurable):
         server: how a server takes in what arrives, with a method that has one: a table of a rule,
             `{kind = "fedbuff", buffer = 10}` or `{kind = "fedasync", mixing = 0.6}`, with the
             settings of `FedBuffRule` or `FedAsyncRule`.
+        deadline_seconds: with schedule = "synchronous", how long after its beginning a round ends
+            at the latest; when all are done when None. Who is late misses the round: what it sends
+            is dropped, and it takes part again in the first round that begins after it is done.
         record_seconds: virtual time between two records of results: a "round" of the results is
             this long, and `rounds` of them end the run.
     """
@@ -299,6 +302,7 @@ class VirtualTime(Configurable):
     max_staleness: NonNegativeInt | None = None
     max_staleness_seconds: NonNegativeFloat | None = None
     server: Mapping[str, Any] | None = None
+    deadline_seconds: PositiveFloat | None = None
     record_seconds: Annotated[float, Gt(0)] = 1.0
 
     def check(self) -> None:
@@ -316,6 +320,8 @@ class VirtualTime(Configurable):
         for place, table in enumerate(self.pauses):
             found.append(to_plain(parse_settings(Pause, table, f"pauses[{place}]")))
         object.__setattr__(self, "pauses", tuple(found))
+        if self.deadline_seconds is not None:
+            _check_longest("deadline_seconds", self.deadline_seconds)
         _check_longest("record_seconds", self.record_seconds)
         # A shorter span would be rounded to 0, and virtual time would never pass.
         expected = f"{1 / SECOND} or more"
@@ -327,6 +333,13 @@ class VirtualTime(Configurable):
     def record_nanoseconds(self) -> int:
         """Virtual time between two records."""
         return to_nanoseconds(self.record_seconds)
+
+    @property
+    def deadline_nanoseconds(self) -> int | None:
+        """How long a round lasts at most; None without a deadline."""
+        if self.deadline_seconds is None:
+            return None
+        return to_nanoseconds(self.deadline_seconds)
 
     @property
     def server_rule(self) -> ServerRule:
@@ -398,6 +411,21 @@ class RoundTraffic:
     sizes: Int[np.ndarray, "clients slots"]
     down: Float[np.ndarray, " clients"] | None = None
     up: Float[np.ndarray, " clients"] | None = None
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """When the clients of a round are done, a number for each, in nanoseconds.
+
+    Args:
+        trained: when its local training ends.
+        done: when that is so and the messages that it waits for, or sends to a server, have come.
+        worked: how long it computes: neither waits nor pauses.
+    """
+
+    trained: Int[np.ndarray, " clients"]
+    done: Int[np.ndarray, " clients"]
+    worked: Int[np.ndarray, " clients"]
 
 
 class Clock:
@@ -508,11 +536,11 @@ class Clock:
         traffic: RoundTraffic,
         *,
         reads_first: bool,
-    ) -> tuple[int, Int[np.ndarray, " clients"]]:
-        """Return when a round of clients that wait for each other ends, and how long each computes.
+        deadline: int = np.iinfo(np.int64).max,
+    ) -> RoundTimes:
+        """Return when each client of a round is done in which all begin together.
 
-        All begin together, and the round ends when the slowest is done: its training, and the
-        messages that it waits for.
+        Without a deadline the round ends when the last one is.
 
         Args:
             round: its number, which is that of each client's own round.
@@ -521,14 +549,12 @@ class Clock:
             traffic: what they read and send.
             reads_first: whether they read before they train, what was published before the round;
                 else they read what is published when training ends.
-
-        Returns:
-            The end, and the time in which each client does not wait or pause, in nanoseconds.
+            deadline: after which nobody waits for messages of peers.
         """
         starts = np.full(len(clients), begin)
         if reads_first:
             published = np.full(len(self.work), begin)
-            starts = self._wait_for_messages(clients, traffic, published)
+            starts = np.minimum(self._wait_for_messages(clients, traffic, published), deadline)
         # Who reads first waits for its messages, then for the server's model.
         starts = starts + self.move_to_server(clients, traffic.down)
         ends, worked = np.zeros_like(starts), np.zeros_like(starts)
@@ -542,8 +568,9 @@ class Clock:
             # a peer that takes no part, as one that stopped, published before
             published = np.full(len(self.work), begin)
             published[clients] = ends
-            done = np.maximum(done, self._wait_for_messages(clients, traffic, published))
-        return int(done.max()), worked
+            came = self._wait_for_messages(clients, traffic, published)
+            done = np.maximum(done, np.minimum(came, deadline))
+        return RoundTimes(ends, done, worked)
 
     def _wait_for_messages(
         self,

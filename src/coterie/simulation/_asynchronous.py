@@ -555,7 +555,7 @@ class AsynchronousLoop(Loop):
     def _snapshot_clients(self) -> dict[str, Tensor]:
         """Return what is known of the rounds that have begun."""
         out: dict[str, Tensor] = {}
-        for part, tensors in _list_parts(self.flight).items():
+        for part, tensors in list_parts(self.flight).items():
             out |= {f"flight.{part}.{place}": value for place, value in enumerate(tensors)}
         for name in _ARRAYS:
             out[name] = torch.from_numpy(getattr(self, name).copy())
@@ -576,7 +576,7 @@ class AsynchronousLoop(Loop):
     def _restore_clients(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `_snapshot_clients`."""
         self.state, self.flight = copy_state(self.state), copy_state(self.state)
-        for part, owned in _list_parts(self.flight).items():
+        for part, owned in list_parts(self.flight).items():
             for place, mine in enumerate(owned):
                 mine.copy_(tensors[f"flight.{part}.{place}"])
         for name in _ARRAYS:
@@ -619,7 +619,8 @@ def copy_state(state: State) -> State:
     )
 
 
-def _list_parts(state: State) -> dict[str, list[Tensor]]:
+def list_parts(state: State) -> dict[str, list[Tensor]]:
+    """Return the tensors of a state that have a row for each client, by what they are of."""
     return {
         "params": [state.params],
         "memory": list_tensors(state.memory),

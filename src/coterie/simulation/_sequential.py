@@ -40,6 +40,7 @@ from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
 from coterie.simulation._asynchronous import AsynchronousLoop
 from coterie.simulation._asynchronous_server import AsynchronousServerLoop
+from coterie.simulation._deadlines import DeadlineLoop
 from coterie.simulation._publishing import StandingExchange, check_messages, make_published_messages
 
 
@@ -94,6 +95,8 @@ def select_loop(settings: Settings, method: Method) -> type[Loop]:
     """Return the class of loop that runs the schedule of the settings with a method."""
     if settings.schedule == "asynchronous" and method.server:
         return AsynchronousServerLoop
+    if settings.has_deadline:
+        return DeadlineLoop
     for loop in (Loop, AsynchronousLoop):
         if settings.schedule in loop.schedules:
             return loop

@@ -615,7 +615,9 @@ def _forecast_run(
     elsewhere = task.population - len(task)
     reads = _expected_reads(method, task)
     free = settings.schedule == "asynchronous"
-    if free:  # of what clients remember before their round, and at its end
+    # Of late clients the state from before the round stays until their training is over.
+    late = settings.has_deadline
+    if free or late:  # of what clients remember before their round, and at its end
         remembered *= 2
     share = settings.participation
     if share > 1:  # a count of clients
@@ -641,7 +643,8 @@ def _forecast_run(
         + judges
         # In virtual time: of rounds that have begun, and on the boards, where messages are also on
         # their way.
-        + 3 * free,
+        + 3 * free
+        + 2 * late,
         # Optimizer values count only where they outlast a round.
         moments=method.tracks
         * settings.local.num_moments
