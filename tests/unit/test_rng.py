@@ -1,7 +1,10 @@
+import hashlib
+
 import numpy as np
+import pytest
 import torch
 
-from coterie.rng import EVERYONE, Rng
+from coterie.rng import EVERYONE, Rng, RngByClient, RoundsDiffer
 from coterie.testing.methods import RelabeledRng
 
 
@@ -68,3 +71,35 @@ def test_every_client_has_keys_and_draws_of_its_own():
     rng, ids = Rng(5).at_round(2), torch.arange(50)
     assert len(rng.draw_keys("dropout", ids).unique()) == len(ids)
     assert len(rng.uniform("peers", ids, 3).flatten().unique()) == 3 * len(ids)
+
+
+def test_streams_given_in_turn_start_afresh_whatever_was_drawn_before():
+    """Of each client by Philox itself; the half of a word and the rest of a buffer are left by the one before."""
+    rng = Rng(5).at_round(2)
+    word = int.from_bytes(hashlib.sha256(b"peers").digest()[:8], "little")
+    for client, stream in zip(
+        ids := [7, 0, 7, 3], rng.iterate_generators("peers", ids), strict=True
+    ):
+        start = {"counter": [0, 0, client + 1, 3], "key": np.array([5, word], dtype=np.uint64)}
+        expected = np.random.Generator(np.random.Philox(**start))
+        for draw in (
+            lambda one: one.integers(9, size=3, dtype=np.uint32),
+            lambda one: one.random(5),
+            lambda one: one.permutation(6),
+        ):
+            assert draw(stream).tolist() == draw(expected).tolist()
+        stream.integers(9, dtype=np.uint32)
+
+
+def test_streams_given_in_turn_are_those_of_the_rounds_and_the_old_ids():
+    by_client = RngByClient(3, rounds={4: 1, 2: 6})
+    relabeled = RelabeledRng(3, 0, (2, 0, 1))
+    for rng, ids in ((by_client, [4, 2]), (relabeled, [0, 2])):
+        drawn = [stream.random() for stream in rng.iterate_generators("x", ids)]
+        assert drawn == [rng.generator("x", client).random() for client in ids]
+    assert (
+        next(by_client.iterate_generators("x", [2])).random()
+        == Rng(3, 6).generator("x", 2).random()
+    )
+    with pytest.raises(RoundsDiffer):
+        list(by_client.iterate_generators("x", [5]))

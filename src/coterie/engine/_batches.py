@@ -63,8 +63,9 @@ def draw_batches(
     if local.dp_settings is not None:
         return _draw_poisson_batches(local, samples, ids, rng, purpose)
     drawn, last = [], []
-    for number, client in zip(samples.tolist(), ids.tolist(), strict=True):
-        batches, first = _draw_client_batches(local, number, rng.generator(purpose, client))
+    streams = rng.iterate_generators(purpose, ids.tolist())
+    for number, stream in zip(samples.tolist(), streams, strict=True):
+        batches, first = _draw_client_batches(local, number, stream)
         drawn.append(batches)
         last.append(first)
     return BatchPlan(*_pad_batches(drawn), torch.tensor(last, dtype=torch.int64))

@@ -629,7 +629,9 @@ def _draw_peers_in_turn(
     peers = np.full((len(rnd.ids), max(0, min(count, population - 1))), -1)
     # Counted once where all clients reach the same members; the client itself is subtracted below.
     everywhere = np.count_nonzero(reachable)
-    for row, client in enumerate(rnd.ids.tolist()):
+    ids = rnd.ids.tolist()
+    streams = rnd.rng.iterate_generators(purpose, ids)
+    for row, (client, stream) in enumerate(zip(ids, streams, strict=True)):
         fits, known = reachable, everywhere
         if fits.ndim > 1:
             fits = fits[row]
@@ -638,7 +640,7 @@ def _draw_peers_in_turn(
         if fits is not reachable:
             known = np.count_nonzero(fits)
         number = known - int(fits[client])
-        stream, wanted, found = rnd.rng.generator(purpose, client), min(peers.shape[1], number), []
+        wanted, found = min(peers.shape[1], number), []
         # Rejection is slow where a client wants more than a quarter of its choice, or may choose
         # less than an eighth of the population: then list the choice and permute it.
         if 4 * wanted > number or 8 * number < population:

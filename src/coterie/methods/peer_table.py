@@ -365,8 +365,9 @@ def _draw_unlisted(
     common = None
     if rnd.reachable.ndim == 1:
         common = np.flatnonzero(rnd.reachable.numpy())
-    for row in outside.any(1).nonzero().flatten().tolist():
-        stream = rnd.rng.generator("peers unlisted", int(own[row]))
+    rows = outside.any(1).nonzero().flatten()
+    streams = rnd.rng.iterate_generators("peers unlisted", own[rows].tolist())
+    for row, stream in zip(rows.tolist(), streams, strict=True):
         members, taken, found = common, set(ids[row].tolist()), []
         if members is None:
             members = np.flatnonzero(reachable[row].numpy())

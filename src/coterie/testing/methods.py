@@ -10,7 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from safetensors.torch import load_file
@@ -478,17 +477,16 @@ class RelabeledRng(Rng):
 
     order: tuple[int, ...] = ()
 
-    def generator(self, purpose: str, client: int = EVERYONE) -> np.random.Generator:
-        """Return the stream of the client's old id."""
+    def _locate(self, purpose: str, client: int) -> tuple[int, int]:
         if client != EVERYONE:
             client = self.order[client]
-        return super().generator(purpose, client)
+        return super()._locate(purpose, client)
 
     def pairs(
         self, purpose: str, ids: Int[Tensor, " clients"], population: int
     ) -> Float[Tensor, "clients population"]:
         """Return the draws of the old pairs."""
-        # `ids` are mapped by `generator`; the columns are the other members, which moved too.
+        # `ids` are mapped by `_locate`; the columns are the other members, which moved too.
         return super().pairs(purpose, ids, population)[:, list(self.order)]
 
 
