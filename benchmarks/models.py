@@ -463,7 +463,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--engines",
         nargs="*",
         choices=list(ENGINES),
-        default=list(ENGINES),
+        default=["loop", "vmap", "compiled"],
         help="in addition to auto's",
     )
     parser.add_argument(

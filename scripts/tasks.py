@@ -21,7 +21,7 @@ from torch import nn
 
 import coterie
 from coterie.engine import ENGINES
-from coterie.errors import CoterieError
+from coterie.errors import CoterieError, ModelError
 from coterie.functional.losses import LOSSES
 from coterie.functional.metrics import REGISTRY
 from coterie.runtime.task import make_task
@@ -101,7 +101,11 @@ def engines(what: Asked) -> dict[str, str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             settings = replace(what.settings, engine=name, rounds=LONG)
-            engine = make_task(what.federation, what.method, what.model, settings).engine
+            try:
+                engine = make_task(what.federation, what.method, what.model, settings).engine
+            except ModelError as error:
+                found[name] = str(error)
+                continue
         found[name] = "yes" if engine.name == name else engine.reason
     return found
 

@@ -47,6 +47,7 @@ ELSEWHERE = {
     # programs compute
     "engine/_base": "unit/engine/test_task.py",
     "engine/_choice": "unit/engine/test_task.py",
+    "engine/_client_axis": "unit/engine/test_shared_backbone.py",
     "engine/_flat": "unit/engine/test_loop.py",
     "engine/_vmap": "unit/engine/test_task.py",
     "engine/_work": "unit/engine/test_task_samples_passed.py",

@@ -134,6 +134,16 @@ class Engine(ABC):
         """Return whether `forward` runs one model after another."""
         return False
 
+    def limit_models(self, number: int, samples: int, device: torch.device) -> int:
+        """Return how many of a number of models to train at once, as memory allows.
+
+        Args:
+            number: of models.
+            samples: that each has in a step.
+            device: where they are.
+        """
+        return number
+
     # ------------------------------------------------------------------ training
 
     def train(
@@ -150,6 +160,11 @@ class Engine(ABC):
             The loss of each step before its update, on the CPU; NaN where a client had no batch.
         """
         losses = rows.new_full(work.batch_sizes.shape, torch.nan)
+        # Private training takes single samples.
+        samples = 1
+        if work.private is None and work.num_steps:
+            samples = max(1, int(work.batch_sizes.max()))
+        block = self.limit_models(block, samples, rows.device)
         start = 0
         while start < len(rows):
             step = max(1, block // self._block_divisor)
@@ -267,6 +282,7 @@ class Engine(ABC):
             // self._block_divisor
             // max(1, self.layout.size),
         )
+        size = self.limit_models(size, 1, rows.device)
         for start in range(0, len(owner), size):
             some = slice(start, start + size)
             loss, gradients = self.sample_gradients(rows[owner[some]], alone.select_clients(some))

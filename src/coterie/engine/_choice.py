@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.engine._base import MODULE_ERRORS, Engine, Objective
-from coterie.engine._loop import LoopEngine
+from coterie.engine._client_axis import NoClientAxisError
+from coterie.engine._loop import LoopEngine, Trial
+from coterie.engine._shared_backbone import SharedBackboneEngine
 from coterie.engine._vmap import VmapEngine
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.compiler import CompilerError
@@ -20,7 +22,7 @@ from coterie.engine.native.trace import NotTraceableError, Traces
 from coterie.engine.native.traced import trace_module
 from coterie.engine.options import Workload
 from coterie.errors import ConfigError, ModelError, OutOfMemory, describe_unknown, first_line
-from coterie.models.draws import KeyedDraws
+from coterie.models.draws import KEY, KeyedDraws
 from coterie.models.layout import Layout
 from coterie.rng import Rng
 
@@ -28,6 +30,7 @@ ENGINES: dict[str, type[Engine]] = {
     "loop": LoopEngine,
     "vmap": VmapEngine,
     "compiled": CompiledEngine,
+    "shared-backbone": SharedBackboneEngine,
 }
 
 # Predicted seconds, within a factor of two of what benchmarks/building.py measures. Building a
@@ -48,6 +51,11 @@ _NO_BATCHING_RULE = re.compile(r"not yet implemented the batching rule for ([\w:
 _MAX_BATCH_PRODUCTS = 500_000
 # clients of a round below which it is so too: a batched program takes as long for one as for eight
 _FEW_CLIENTS = 16
+# share of a module's weights that is frozen, from which one pass over it serves all clients
+_FROZEN_SHARE = 0.5
+# Of the largest gradient of a tensor: how far a pass of several clients may differ from one alone,
+# which is far above what sums round and far below what samples that join change.
+_TOLERANCE = {"full": 1e-3, "tf32": 5e-2, "bf16": 5e-2}
 
 
 def count_products(layout: Layout, x: Tensor) -> int:
@@ -230,6 +238,13 @@ def make_engine(
             stacklevel=3,
         )
     only = _why_only_loop(loop, x, work)
+    if name == "shared-backbone":
+        engine, why = _make_shared(loop, x, y) if not only else (None, only[0])
+        if engine is None:
+            raise ModelError(
+                f"engine = 'shared-backbone' cannot train the module: {why}; take engine = 'auto'"
+            )
+        return _set_reason(engine, name)
     if only or name == "loop":
         return _set_reason(loop, name, *only)
     against = []  # what speaks against a faster engine
@@ -346,7 +361,12 @@ def _make_uncompiled(
     precision: str,
     cuda_graphs: bool,
 ) -> Engine:
-    """Return the vmap engine, or the loop engine where that is faster or the only one that runs."""
+    """Return the fastest of the other engines that runs the module."""
+    if requested == "auto" and _is_mostly_frozen(loop.layout):
+        shared, why = _make_shared(loop, x, y)
+        if shared is not None:
+            return _set_reason(shared, requested, *against)
+        against = [*against, f"clients cannot share a pass: {why}"]
     if requested != "vmap" and (why := _why_one_by_one(x, products, work)):
         return _set_reason(loop, requested, *against, why)
     engine = VmapEngine(loop.layout, loop.objective, precision, cuda_graphs)
@@ -371,6 +391,70 @@ def _make_uncompiled(
     why = f"{layer} cannot be run over many clients at once ({first_line(error)})"
     warnings.warn(f"the loop engine is used: {why}", stacklevel=4)
     return _set_reason(loop, requested, *against, why)
+
+
+def _is_mostly_frozen(layout: Layout) -> bool:
+    """Return whether the frozen share of the weights is large enough for one pass of all clients."""
+    frozen = sum(one.numel() for one in layout.frozen.values())
+    return frozen >= _FROZEN_SHARE * (frozen + layout.trainable)
+
+
+def _make_shared(loop: LoopEngine, x: Tensor, y: Tensor) -> tuple[SharedBackboneEngine | None, str]:
+    """Return the engine that runs clients in one pass, or why it cannot run a module.
+
+    It is tried on three clients, the second of which is that of the trial of the loop engine: its
+    loss and its gradients must not depend on those before and behind it, who have other weights,
+    other samples and other draws.
+    """
+    layout = loop.layout
+    if loop.tried is None:
+        loop.tried = _run_trial(loop, x, y)
+    alone = loop.tried
+    for slot in layout.state_slots:
+        if not torch.equal(alone.row[slot.start : slot.stop], alone.after[slot.start : slot.stop]):
+            return None, f"training changes {slot.name!r}, of which one pass has one for all"
+    try:
+        engine = SharedBackboneEngine(loop)
+    except NoClientAxisError as error:
+        return None, str(error)
+    trial = _surround_client(layout, alone, x, y)
+    with warnings.catch_warnings(), _follow_layers(engine) as trail:
+        warnings.simplefilter("ignore")  # given in the trial of the loop engine
+        try:
+            losses, gradients, _ = engine.compute_gradients(*trial)
+        except MODULE_ERRORS as error:
+            if OutOfMemory.matches(error):
+                raise
+            return None, f"{trail[-1]}: {first_line(error)}"
+    found = layout.split_rows(torch.cat([gradients[1], alone.row[layout.trainable :]]))
+    wanted = layout.split_rows(torch.cat([alone.gradient, alone.row[layout.trainable :]]))
+    limit = _TOLERANCE[loop.precision]
+    largest = float(alone.gradient.abs().max())
+    # `not <=` also catches NaN.
+    if not abs(float(losses[1] - alone.loss)) <= limit * max(1.0, abs(float(alone.loss))):
+        return None, "the loss of a client depends on the other clients of a pass"
+    for slot in layout.trained_slots:
+        gap = float((found[slot.name] - wanted[slot.name]).abs().max())
+        # What is next to nothing compared with other gradients is rounding.
+        scale = max(float(wanted[slot.name].abs().max()), 1e-3 * largest)
+        if not gap <= limit * scale:
+            return None, f"the gradient of {slot.name!r} depends on the other clients of a pass"
+    return engine, ""
+
+
+def _surround_client(
+    layout: Layout, alone: Trial, x: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """Return the client of a trial between two others: rows, inputs, targets and keys."""
+    rows = torch.stack([alone.row] * 3)
+    noise = Rng(0).generator("engine.trial").standard_normal((2, layout.trainable))
+    # Moved far enough that what leaks into the client shows there.
+    rows[::2, : layout.trainable] += 0.1 * torch.from_numpy(noise).to(rows)
+    # One sample, repeated: then means over the samples of a batch are others too.
+    batches = torch.stack([x[:1].expand_as(x), x, x[-1:].expand_as(x)])
+    targets = torch.stack([y[:1].expand_as(y), y, y[-1:].expand_as(y)])
+    # 0 is the key of trials.
+    return rows, batches, targets, {KEY: torch.tensor([1, 0, 2])}
 
 
 def _set_reason(engine: Engine, requested: str, *against: str) -> Engine:
@@ -452,21 +536,31 @@ def _find_failure(engine: Engine, x: Tensor, y: Tensor) -> tuple[str, Exception]
 
 def _try_engine(engine: Engine, x: Tensor, y: Tensor) -> Exception | None:
     """Return why an engine fails on equal clients; None when it does not."""
+    try:
+        trial = _run_trial(engine, x, y)
+    except MODULE_ERRORS as error:
+        if OutOfMemory.matches(error):  # of the machine at this moment, not of the module
+            raise
+        return error
+    if isinstance(engine, LoopEngine):
+        # What another engine computes is compared with it, so that it need not run again.
+        engine.tried = trial
+    return None
+
+
+def _run_trial(engine: Engine, x: Tensor, y: Tensor) -> Trial:
+    """Run an engine on equal clients; return what the first has."""
     layout = engine.layout
     clients = 1 if engine.runs_one_by_one(x.device) else 2
     rows = torch.cat([layout.own_values()[None]] * clients)
     inputs = layout.zero_inputs(clients)
     batches, targets = torch.stack([x] * clients), torch.stack([y] * clients)
-    try:
-        # a foreign module must not draw from anybody's stream
-        with Rng(0).temporary_torch_seed("engine.trial"):
-            engine.compute_gradients(rows, batches, targets, inputs)
-            engine.forward(rows, batches, inputs)
-    except MODULE_ERRORS as error:
-        if OutOfMemory.matches(error):  # of the machine at this moment, not of the module
-            raise
-        return error
-    return None
+    # a foreign module must not draw from anybody's stream
+    with Rng(0).temporary_torch_seed("engine.trial"):
+        losses, gradients, state = engine.compute_gradients(rows, batches, targets, inputs)
+        engine.forward(rows, batches, inputs)
+    after = torch.cat([rows[0, : layout.trainable], state[0]])
+    return Trial(rows[0], after, losses[0], gradients[0])
 
 
 @contextmanager

@@ -3,9 +3,10 @@
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -40,6 +41,15 @@ def has_unsafe_convolution(module: nn.Module) -> bool:
     return False
 
 
+class Trial(NamedTuple):
+    """A client of a trial of an engine: its model, before and after, its loss and its gradient."""
+
+    row: Float[Tensor, " params"]
+    after: Float[Tensor, " params"]
+    loss: Float[Tensor, ""]
+    gradient: Float[Tensor, " trainable"]
+
+
 class LoopEngine(Engine):
     """One client after another, each copied into one flat model and trained there.
 
@@ -49,6 +59,9 @@ class LoopEngine(Engine):
         precision: see `engine.precision.product_precision`.
         channels_last: see `FlatModel`; faster on a CPU, but not for modules that view what a
             convolution returns. Left out where it is not safe; see `has_unsafe_convolution`.
+
+    Attributes:
+        tried: what `make_engine` has seen of it; None before.
     """
 
     name: ClassVar[str] = "loop"
@@ -64,6 +77,7 @@ class LoopEngine(Engine):
     ) -> None:
         super().__init__(layout, objective, precision)
         self.channels_last = channels_last and not has_unsafe_convolution(layout.train_module)
+        self.tried: Trial | None = None
         # whether the last forward pass in each mode has drawn
         self.drew = {True: False, False: False}
         self._backward_is_known = False

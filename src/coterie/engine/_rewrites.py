@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coterie._util.mappings import map_values
 from coterie.models.layout import copy_module
 
-_ALIGNMENT = 64  # bytes; where PyTorch itself puts a tensor
+ALIGNMENT = 64  # bytes; where PyTorch itself puts a tensor
 # entries of the windows of a client's batch above which a device convolves without them
 _MAX_WINDOW_ENTRIES = 1 << 22
 
@@ -31,7 +31,7 @@ def align_memory(tensor: Tensor) -> Tensor:
 
     Without this a client's last bits would depend on its row, and so on the other hosted clients.
     """
-    if tensor.device.type == "cpu" and tensor.data_ptr() % _ALIGNMENT:
+    if tensor.device.type == "cpu" and tensor.data_ptr() % ALIGNMENT:
         return tensor.clone()
     return tensor
 

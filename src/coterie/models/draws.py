@@ -102,9 +102,13 @@ class KeyedDraws(TorchDispatchMode):
     Args:
         keys: a key; or one for each of many models, where `torch.func.vmap` runs them at once with
             `randomness="different"`. Then results have a leading axis of models.
+        samples: with a key for each of many models: how many samples each has, where all of them
+            lie one after another along the first axis; see `engine._client_axis`. None where models
+            have an axis of their own.
 
     Attributes:
         number: of the last random operation since the mode was made.
+        model: with `samples`: the model that runs alone now; None for all.
         shapes: of the draws so far, without the axis of models.
 
     Example:
@@ -115,15 +119,21 @@ class KeyedDraws(TorchDispatchMode):
         True False
     """
 
-    def __init__(self, keys: Int[Tensor, "*models"]) -> None:
+    def __init__(self, keys: Int[Tensor, "*models"], samples: int | None = None) -> None:
         super().__init__()
-        self.keys, self.number = keys, 0
+        self._all_keys, self.samples, self.number = keys, samples, 0
+        self.model: int | None = None
         self.shapes: list[tuple[int, ...]] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """Nothing is compiled under the mode, so PyTorch need not load its compiler (a second)."""
         return False
+
+    @property
+    def keys(self) -> Int[Tensor, "*models"]:
+        """The keys of what is drawn now."""
+        return self._all_keys if self.model is None else self._all_keys[self.model]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation."""
@@ -166,13 +176,21 @@ class KeyedDraws(TorchDispatchMode):
         # The number goes into the key before it is mixed, so that operations do not share draws.
         start = splitmix(self.keys + self.number)
         if self.keys.ndim:
-            if not own or own[0] != len(self.keys):
-                raise UnkeyedDrawError("one draw for all clients")
-            own, start = own[1:], start[:, None]
+            own, start = self._own_shape(own), start[:, None]
         self.shapes.append(own)
         # As an operation, since the mode may be active in the middle of a call of PyTorch.
         place = torch.ops.aten.arange.default(math.prod(own), device=self.keys.device)
         return splitmix(start + place).reshape(shape)
+
+    def _own_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the part of a shape that each of many models has."""
+        models = len(self.keys)
+        if self.samples is None and shape and shape[0] == models:
+            return shape[1:]
+        # The first axis may also hold other axes of each sample, such as heads.
+        if self.samples is not None and shape and shape[0] % (models * self.samples) == 0:
+            return (shape[0] // models, *shape[1:])
+        raise UnkeyedDrawError("one draw for all clients")
 
     def keep(self, shape: tuple[int, ...], drop: float) -> Tensor:
         """Return which entries stay, where each is dropped with a probability."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from coterie.data.federation import Federation
 from coterie.engine import ENGINES
+from coterie.errors import ModelError
 from coterie.methods.local import Local
 from coterie.models.layout import (
     Layout,
@@ -50,7 +51,7 @@ def check_model(
         engines: the engines to try.
 
     Returns:
-        For each of them, and for "auto", which engine runs the model and why.
+        For each of them, and for "auto", which engine runs the model and why, or why it is refused.
 
     Raises:
         AssertionError: naming the broken guarantee.
@@ -91,7 +92,12 @@ def check_model(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # what a warning says is in the reason
             wanted = replace(settings, engine=name)
-            task = make_task(federation, Local(), model, wanted)
+            try:
+                task = make_task(federation, Local(), model, wanted)
+            except ModelError as error:
+                # One that does not take the model may refuse it instead of leaving it to another.
+                said[name] = str(error)
+                continue
             engine = task.engine
             said[name] = engine.reason
             with assert_accepted(f"the {engine.name} engine trains the module as it is"):

@@ -102,7 +102,7 @@ def make_adapted(name):
 
 
 MODELS |= {f"LoRA on {name}": partial(make_adapted, name) for name in TARGETS}
-ENGINES = ("loop", "vmap", "compiled")
+ENGINES = ("loop", "vmap", "compiled", "shared-backbone")
 WITHOUT_DROPOUT = ("Llama", "Llama for classes", "ViT")
 """By their own defaults."""
 OF_TOKENS = ("GPT-2", "Llama", "LoRA on GPT-2", "LoRA on Llama")
@@ -171,6 +171,8 @@ def list_cases():
     for name in MODELS:
         for engine in ENGINES:
             often = not name.startswith("LoRA") or engine == "loop"
+            if engine == "shared-backbone":  # made for adapters
+                often = name.startswith("LoRA")
             if engine == "compiled":
                 often = (engine, name) in LEFT
             seldom = engine == "compiled" and name not in ("BERT", "ViT")
