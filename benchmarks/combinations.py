@@ -202,6 +202,8 @@ TABLES: dict[tuple[str, str], Draw] = {
     ("Settings", "secure_aggregation"): _pick(True, {"threshold": 0.51}, {"min_clients": 4}),
     ("Settings", "attacks"): _draw_attacks,
     ("Settings", "time"): _draw_time,
+    ("Settings", "pace"): lambda stream: None,  # of nodes on machines
+    ("Settings", "max_staleness"): lambda stream: None,
     ("Settings", "checkpoint_seconds"): _pick(0, 30),
     ("Settings", "participation"): _pick(0.2, 0.5, 0.9, 1, 2, 3),
     ("labels", "groups"): _pick([[0, 1], [1, 2]], ["0-1", "2"], [[0]]),

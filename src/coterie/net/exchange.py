@@ -10,7 +10,7 @@ cohort's messages, and every client fetches its answer.
 
 import math
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -167,8 +167,7 @@ class RemoteExchange:
     # ------------------------------------------------------------------ sending
 
     def _row_tensors(self, message: Message, row: int) -> dict[str, Tensor]:
-        fields = prefix_keys(FIELD, index_each(message.fields, row))
-        return {"params": message.params[row], **fields}
+        return cut_row(message, row)
 
     def _publish_rows(self, message: Message, number: int) -> None:
         for row, client in enumerate(self._own.active.tolist()):
@@ -178,12 +177,7 @@ class RemoteExchange:
 
     def _message_template(self, message: Message, address: Address) -> Template:
         """The template of a message like this one from another client."""
-        tensors = {"params": message.params, **prefix_keys("field.", message.fields)}
-        rows = {}
-        for name, t in tensors.items():
-            # On no device: a template is a form, and takes no memory.
-            rows[name] = torch.empty(t.shape[1:], dtype=t.dtype, device="meta")
-        return Template.of(rows, halved=frozenset({"params"}), gaps=nan_tensors(rows, address))
+        return make_template(message, address)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish the hosted clients' message and fetch the chosen peers': see `Exchange.pull`.
@@ -237,9 +231,11 @@ class RemoteExchange:
             self._redraws, self._number = self._redraws + 1, 0
             self._own.begin_round(self._rng)
             raise PeersMissing(torch.tensor(sorted(lost)))
-        whole = self._join_messages(
-            board, [self._got.get(self._address_of(number, c)) for c in wanted]
-        )
+        rows = []
+        for client in wanted:
+            if (found := self._got.get(self._address_of(number, client))) is not None:
+                rows.append((client, found.tensors))
+        whole = join_messages(board, rows)
         return make_inbox(whole, own, peers, self.roster.population)
 
     def _address_of(self, number: int, client: int) -> Address:
@@ -259,22 +255,6 @@ class RemoteExchange:
         for client, delivery in came.items():
             self._got[self._address_of(number, client)] = delivery
         return lost
-
-    def _join_messages(self, own: Message, came: Iterable[Delivery | None]) -> Message:
-        """Join the client's own rows and those received to one message, in the order of ids."""
-        deliveries = [d for d in came if d is not None]
-        if not deliveries or own.ids is None:
-            return own
-        ids = torch.cat([own.ids, torch.tensor([d.manifest.client for d in deliveries])])
-        # The order of ids, as in one process: sums must not depend on which message came first.
-        order = torch.argsort(ids)
-
-        def join_rows(mine: Tensor, name: str) -> Tensor:
-            rows = [*mine, *(d.tensors[name] for d in deliveries)]
-            return torch.stack([rows[place].to(mine.device) for place in order.tolist()])
-
-        fields = {name: join_rows(value, f"field.{name}") for name, value in own.fields.items()}
-        return Message(join_rows(own.params, "params"), fields, ids[order])
 
     # ------------------------------------------------------------------ the server role
 
@@ -331,7 +311,7 @@ class RemoteExchange:
             [replace(address, client=c) for c in others], template, self.post.deadline()
         )
         came, lost = split_found(found)
-        whole = self._join_messages(message, came.values())
+        whole = join_messages(message, [(client, one.tensors) for client, one in came.items()])
         assert whole.ids is not None
         self._lost |= set(lost)
         self.post.journal({
@@ -476,6 +456,43 @@ class RemoteExchange:
         self._own.restore(tensors)
         stopped = select_prefix("stopped.", tensors)
         self._publish_stopped({int(client): model for client, model in stopped.items()})
+
+
+def cut_row(message: Message, row: int) -> dict[str, Tensor]:
+    """Return one client's message as the tensors that travel."""
+    fields = prefix_keys(FIELD, index_each(message.fields, row))
+    return {"params": message.params[row], **fields}
+
+
+def make_template(message: Message, address: Address) -> Template:
+    """Return the template of a message like this one from another client."""
+    tensors = {"params": message.params, **prefix_keys(FIELD, message.fields)}
+    rows = {}
+    for name, t in tensors.items():
+        # On no device: a template is a form, and takes no memory.
+        rows[name] = torch.empty(t.shape[1:], dtype=t.dtype, device="meta")
+    return Template.of(rows, halved=frozenset({"params"}), gaps=nan_tensors(rows, address))
+
+
+def join_messages(own: Message, came: Sequence[tuple[int, Mapping[str, Tensor]]]) -> Message:
+    """Join the client's own rows and those received to one message, in the order of ids.
+
+    Args:
+        own: a message with ids.
+        came: clients and the tensors of their messages.
+    """
+    if not came or own.ids is None:
+        return own
+    ids = torch.cat([own.ids, torch.tensor([client for client, _ in came])])
+    # The order of ids, as in one process: sums must not depend on which message came first.
+    order = torch.argsort(ids)
+
+    def join_rows(mine: Tensor, name: str) -> Tensor:
+        rows = [*mine, *(tensors[name] for _, tensors in came)]
+        return torch.stack([rows[place].to(mine.device) for place in order.tolist()])
+
+    fields = {name: join_rows(value, f"{FIELD}{name}") for name, value in own.fields.items()}
+    return Message(join_rows(own.params, "params"), fields, ids[order])
 
 
 def _check_reply(got: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:

@@ -51,6 +51,7 @@ from coterie.net.wire import (
     KINDS,
     MAX_HEAD,
     MAX_ROSTER,
+    NEWEST,
     SIGNATURE,
     Address,
     Assembler,
@@ -749,7 +750,7 @@ class GrpcTransport(GrpcServer):
         address = Address(found["round"], found["exchange"], found["client"], found["kind"])
         # As in `wire.parse_manifest`: outside of these no message can exist.
         fits = -1 <= address.round < 1 << 31 and 0 <= address.exchange < 1 << 16
-        if found["kind"] not in KINDS or not fits or not -1 <= address.client < 1 << 31:
+        if found["kind"] not in (*KINDS, NEWEST) or not fits or not -1 <= address.client < 1 << 31:
             self._count_refusal("not_allowed", asker, "a message of no such address")
             await abort_missing(context, Missing("forbidden"))
         answer: asyncio.Future[Parcel | Missing] = self._loop.create_future()

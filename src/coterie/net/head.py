@@ -44,6 +44,8 @@ FROZEN = "model.frozen"
 """The setting that names the frozen weights; it is in the model's hash, not in the study's."""
 GIVEN = "model.given weights"
 """The setting that names the first weights that no seed draws; compared between members."""
+PACE = "pace"
+"""The setting by which nodes wait for each other or do not; "common" where it is not named."""
 TABLE = "table."
 """What the settings begin with that say how a node reads its own table."""
 # Bytes of how a table is read. With a thousand names of members and what else is in it, a head
@@ -293,6 +295,22 @@ def _advise(what: str, schema: str, others: Mapping[str, Head]) -> str:
     )
 
 
+def _check_pace(settings: Mapping[str, Any], others: Mapping[str, Head], own: str) -> None:
+    """Check that all members met go by one pace.
+
+    Raises:
+        PeerMismatch: naming a member with another pace.
+    """
+    mine = settings.get(PACE, "common")
+    for name, head in others.items():
+        theirs = head.settings.get(PACE, "common")
+        if theirs != mine:
+            raise PeerMismatch(
+                f"{name} has pace = {escape_text(repr(theirs), 40)} and {own or 'this node'} has "
+                f"{mine!r}; all members of a run go by one pace: use one study file"
+            )
+
+
 def check_study(
     roster: Roster,
     settings: Mapping[str, Any],
@@ -315,6 +333,7 @@ def check_study(
     Raises:
         PeerMismatch: naming the settings and both values.
     """
+    _check_pace(settings, others, own)
     mine = study_hash(settings)
     odd, own_form = [], (mine, schema, VERSION)
     for name, other in others.items():

@@ -47,6 +47,7 @@ from coterie.net import identity as identities
 from coterie.net import roster as rosters
 from coterie.net.audit import Audit
 from coterie.net.exchange import RemoteExchange
+from coterie.net.free import READ, FreeExchange, FreeLoop, check_free_pace
 from coterie.net.head import Head
 from coterie.net.keeper import Keeper, check_same_run, describe_changes
 from coterie.net.log import Log, RateLimit, Sample
@@ -193,6 +194,7 @@ class Node:
         self._sign, self._stop, self._state = sign, threading.Event(), "starting"
         self._met: frozenset[str] = frozenset()
         self._heads: dict[str, Head] = {}
+        self._times: dict[str, float] = {}  # of the round that has ended
         self._done: frozenset[str] = frozenset()  # members whose newest head says so
         self.is_waiting = False  # for a quorum
         self._noticed: set[tuple[str, str, int]] = set()  # ends of certificates that are logged
@@ -241,13 +243,19 @@ class Node:
         self.post.last_round = max(plan.settings.rounds, plan.settings.new_client_rounds) - 1
         if audit is not None:
             self.post.on_answer, self.post.ensure_able = audit.record_delivery, audit.ensure_written
-        door = latecomers.LateExchange if self.late else RemoteExchange
-        self.exchange = door(self.post, self.task.sharing.shared.num_columns)
+        self.is_free = plan.settings.pace == "free"
+        self.exchange = self._make_exchange()
         ids = None if self.participants is None else self.participants.ids
-        record = Record(clusters, names, ids, similarities=plan.settings.record_similarities)
-        self.loop = NodeLoop(
+        record = Record(
+            clusters, names, ids, similarities=plan.settings.record_similarities, ages=self.is_free
+        )
+        kind = FreeLoop if self.is_free else NodeLoop
+        self.loop: Loop = kind(
             self.task, plan.method, self.exchange, plan.settings, Rng(plan.seed), record
         )
+        if isinstance(self.loop, FreeLoop):
+            check_free_pace(self.loop)
+            self.loop.measure_times = self._measure_times
         # a late member does not change the run of the others
         settings = plan.settings if self.late else replace(plan.settings, new_clients=None)
         self._identity = checkpoint.compute_identity(
@@ -260,6 +268,19 @@ class Node:
         self._started, self._local, self._ignore_hints_until = time.perf_counter(), [0.0], -1
         self.post.pace.local = lambda: statistics.median(self._local)
         self.clock = self._make_clock()
+
+    def _make_exchange(self) -> RemoteExchange:
+        width, settings = self.task.sharing.shared.num_columns, self.plan.settings
+        if self.late:
+            return latecomers.LateExchange(self.post, width)
+        if not self.is_free:
+            return RemoteExchange(self.post, width)
+        return FreeExchange(
+            self.post,
+            width,
+            max_staleness=settings.max_staleness,
+            ask_head=lambda name: self._ask_head(name, secrets.token_hex(8)),
+        )
 
     def _check_federation(self, federation: Federation) -> None:
         own = sorted(self.roster.member(self.transport.name).clients)
@@ -322,7 +343,16 @@ class Node:
         self._journal_file.append(json.dumps(event).encode())
         details = drop_keys(event, ("event", "round"))
         level = "debug"
-        if details.get("missing") or event["event"] in ("refused", "slow", "withheld"):
+        # That a member has nothing yet, or nothing new, is usual where nobody waits.
+        usual = event["event"] == READ and set(details["missing"].values()) <= {
+            "not_ready",
+            "stale",
+        }
+        if (details.get("missing") and not usual) or event["event"] in (
+            "refused",
+            "slow",
+            "withheld",
+        ):
             level = "warning"
         if event["event"] == "no_sum":  # nobody's model of this round is in the server's
             level = "error"
@@ -356,25 +386,6 @@ class Node:
         # members, since each signs its own name, and there may be a thousand.
         nonce = secrets.token_hex(8)
 
-        def ask_one(name: str) -> Head | None:
-            data = self.transport.ask_head(name, nonce, self.patience.ask)
-            if isinstance(data, Missing):
-                return None
-            key = identities.decode_public_key(self.roster.member(name).key)
-            try:
-                return heads.parse_head(
-                    data,
-                    lambda s, d: identities.verify(key, s, d),
-                    run=self.roster.run,
-                    peer=name,
-                    nonce=nonce,
-                )
-            except Refused as refused:
-                self.log(
-                    "refused", level="warning", peer=name, code=refused.code, text=str(refused)
-                )
-                return None
-
         known = {m.name for m in self.roster.members}  # one that was just removed is not asked
         # One queue for all threads: a task for each of a thousand members costs more than to ask.
         names = [name for name in names if name in known]
@@ -382,7 +393,7 @@ class Node:
 
         def ask_in_turn() -> None:
             for name in waiting:
-                found[name] = ask_one(name)
+                found[name] = self._ask_head(name, nonce)
 
         with ThreadPoolExecutor(_ASKING, "coterie-heads") as pool:
             for asked in [pool.submit(ask_in_turn) for _ in range(_ASKING)]:
@@ -396,6 +407,26 @@ class Node:
         done = {name for name, head in heads_of.items() if head.state == "done"}
         self._done = self._done.difference(heads_of) | done
         return heads_of
+
+    def _ask_head(self, name: str, nonce: str) -> Head | None:
+        """Ask a member for its signed head; return it if it came and is good."""
+        if name not in {m.name for m in self.roster.members}:
+            return None
+        data = self.transport.ask_head(name, nonce, self.patience.ask)
+        if isinstance(data, Missing):
+            return None
+        key = identities.decode_public_key(self.roster.member(name).key)
+        try:
+            return heads.parse_head(
+                data,
+                lambda s, d: identities.verify(key, s, d),
+                run=self.roster.run,
+                peer=name,
+                nonce=nonce,
+            )
+        except Refused as refused:
+            self.log("refused", level="warning", peer=name, code=refused.code, text=str(refused))
+            return None
 
     @property
     def state(self) -> str:
@@ -502,11 +533,20 @@ class Node:
         self.exchange.set_away([n for n in self._all_others if n not in met], for_good=odd)
         absent = sorted(set(self.other_members) - set(met))
         self.log("met", peers=sorted(met), absent=absent, resumes=self.loop.next_round)
+        half = {"half": self.post.terms.half} if self.is_free else {}
         self._write_journal(
-            {"event": "start", "round": self.loop.next_round, "incarnation": self.incarnation}
+            {
+                "event": "start",
+                "round": self.loop.next_round,
+                "incarnation": self.incarnation,
+                **half,
+            }
         )
         self._note_met(met)
         self._state = "running"
+        if isinstance(self.exchange, FreeExchange):
+            self.exchange.is_watching = True
+            return False  # nobody is ahead of anybody
         # A running member that does not list this node has begun without it.
         late = any(h.state == "running" and self.transport.name not in h.met for h in met.values())
         # Also after a restart: the others have gone on meanwhile.
@@ -546,7 +586,7 @@ class Node:
         if self.is_waiting:
             self.is_waiting = False
             self.log("waited", seconds=round(time.monotonic() - began, 1))
-            if self.loop.next_round >= 0:
+            if self.loop.next_round >= 0 and not self.is_free:
                 self._catch_up()
 
     def _keep_step(self) -> None:
@@ -783,7 +823,9 @@ class Node:
                 "the server left this node out of every round: it has trained nothing and has no "
                 "model"
             )
-        # Before the final evaluation, which may take long: newcomers may ask already.
+        # Before the final evaluation, which may take long: others may ask already.
+        if isinstance(self.loop, FreeLoop):
+            self.loop.publish_last()
         self._answer_newcomers()
         # With a server, the final evaluation asks it for models: this node is done only afterward.
         self._state = "done" if not self.plan.method.server else "running"
@@ -824,7 +866,8 @@ class Node:
         # Between rounds, so that one round has one roster.
         self.update_roster()
         self._await_quorum()
-        self._keep_step()
+        if not self.is_free:
+            self._keep_step()
         if self._stop.is_set():
             return
         index, began, traffic = self.loop.next_round, time.perf_counter(), self.post.traffic
@@ -841,8 +884,12 @@ class Node:
             self.log("round_missed", level="warning", text=str(missed))
             self._write_journal({"event": "missed", "round": index})
             self.loop.skip_rounds(index + 1)
+        heard = traffic.received > received
+        if isinstance(self.exchange, FreeExchange):
+            # What came before is read again; before the first messages nobody has any.
+            heard = self.exchange.has_read or self.exchange.is_early
         # What arrived is of this round, so the others are near.
-        if traffic.received > received:
+        if heard:
             self.clock.note_in_step(index)
         elif self.exchange.is_asking and self.other_members:
             self.loop.note_alone(index)
@@ -856,8 +903,13 @@ class Node:
         self._ends = [*known, *[None] * (index + 1 - len(known)), round(time.time(), 3)]
         # The newest rounds only, so that the median follows a machine that becomes slower.
         self._local = [*self._local[-20:], seconds - exchanging]
+        if self.is_free:
+            # Before the checkpoint, and on the disk: no stored round is missing in the journal.
+            self._write_journal({"event": "round", "round": index, **self._times})
+            self._journal_file.sync()
         checkpoint.save(self.folder, self.loop, self._identity, self._timing())
-        self._write_journal({"event": "round", "round": index})
+        if not self.is_free:
+            self._write_journal({"event": "round", "round": index})
         values: dict[str, Any] = self.loop.mean_validation()
         if lost := int(self.loop.diverged_on_validation.sum()):
             values[DIVERGED.name] = lost
@@ -865,10 +917,20 @@ class Node:
         for client, why in sorted(self.loop.refused.items()):
             self.log("message_refused", level="warning", client=client, text=why)
         if (
-            self.post.ahead is not None
+            not self.is_free
+            and self.post.ahead is not None
             and self.post.ahead > self.loop.next_round > self._ignore_hints_until
         ):
             self._catch_up()
+
+    def _measure_times(self, index: int) -> tuple[float, float]:
+        """Return the seconds since the warm-up, and the share of them that the network took."""
+        begun = next((end for end in self._ends if end is not None), time.time())
+        elapsed = max(0.0, time.time() - begun)
+        spent = self.post.traffic.seconds + self._earlier.get("exchange_s", 0.0)
+        idle = spent / elapsed if elapsed else 0.0
+        self._times = {"elapsed": round(elapsed, 3), "idle": round(min(1.0, idle), 4)}
+        return self._times["elapsed"], self._times["idle"]
 
     def _write_down(self, index: int, before: Reputation | None) -> None:
         """End a round in the audit log, with the models that were refused.
@@ -899,7 +961,12 @@ class Node:
         self.audit.end_round(index)
 
     def _timing(self) -> dict[str, Any]:
+        free: dict[str, float] = {}
+        if self.is_free:
+            before = self._earlier.get("exchange_s", 0.0)
+            free = {"exchange_s": self.post.traffic.seconds + before}
         return {
+            **free,
             "ends": self._ends,
             "wall_s": time.perf_counter() - self._started + self._earlier.get("wall_s", 0.0),
             "train_s": self.task.trainer.totals.seconds + self._earlier.get("train_s", 0.0),
@@ -1101,6 +1168,8 @@ class Node:
         """Stop asking and close the journal. The transport's owner closes the transport."""
         self._stop.set()
         self.post.close()
+        if isinstance(self.exchange, FreeExchange):
+            self.exchange.close()
         # An open question must not delay the end.
         self._scout.shutdown(wait=False, cancel_futures=True)
         self._journal_file.close()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from coterie.errors import TransportError
-from coterie.net.wire import Address, Parcel
+from coterie.net.wire import NEWEST, Address, Parcel
 
 KEEP = 8  # rounds with messages: a slower reader still gets the message of its own round
 KEEP_BYTES = 256 * 1024 * 1024  # two rounds are kept, whatever their size
@@ -208,8 +208,21 @@ class Outbox:
     def _make_missing(self, reason: str) -> Missing:
         return Missing(reason, self._newest)
 
-    def _find_answer(self, waiting: _Waiting) -> Parcel | Missing | None:
-        address = waiting.address
+    def _find_address(self, asked: Address) -> Address:
+        """Return the address of the newest message that a question is for, if it is for that."""
+        if asked.kind != NEWEST:
+            return asked
+        rounds = [
+            one.round
+            for one in self._published
+            if (one.exchange, one.client, one.kind) == (asked.exchange, asked.client, "model")
+        ]
+        newest = max(rounds, default=asked.round - 1)
+        if newest < asked.round:
+            return asked
+        return replace(asked, round=newest, kind="model")
+
+    def _find_answer(self, waiting: _Waiting, address: Address) -> Parcel | Missing | None:
         if address in self._published:
             to, what = self._published[address]
             if to not in ("", waiting.asker):
@@ -219,6 +232,9 @@ class Outbox:
         standing = self._standing.get((address.exchange, address.client, address.kind))
         if standing is not None and standing.first <= address.round <= standing.last:
             return self._seal_standing(address, standing.seal)
+        if address.kind == NEWEST:
+            # At once: who asks for the newest goes on with what it has.
+            return self._make_missing("not_ready")
         if address.round < self._newest:
             return self._make_missing("gone")
         return self._make_missing("not_ready") if waiting.until <= self._clock() else None
@@ -239,10 +255,11 @@ class Outbox:
         """Take the questions that can be answered now."""
         out: list[tuple[Answer, Parcel | Missing]] = []
         for key, waiting in list(self._waiting.items()):
-            found = self._find_answer(waiting)
+            address = self._find_address(waiting.address)
+            found = self._find_answer(waiting, address)
             if found is not None:
                 del self._waiting[key]
-                if not self.permit(waiting.asker, waiting.address, found):
+                if not self.permit(waiting.asker, address, found):
                     # A message that is not written down is not sent.
                     found = self._make_missing("closing")
                 if isinstance(found, Parcel):

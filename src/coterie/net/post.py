@@ -30,6 +30,7 @@ from coterie.net.wire import seal_parcel as seal_parcel
 _OF_A_MEMBER = 4
 _AT_A_TIME = 64  # of all members
 _SHORT = 0.02  # seconds that are too few for another question
+_QUIET = 10.0  # seconds without any part of a message that is asked for in the background
 _LOOK = 0.2  # seconds between two looks, while waiting for answers, at whether this node can go on
 
 
@@ -258,6 +259,16 @@ class Post:
     ) -> Delivery | Missing:
         """Ask one member for one message, check it, and count the result."""
         return self._count(peer, self._ask_once(peer, address, template, seconds))
+
+    def fetch_newest(self, peer: str, address: Address, template: Template) -> Delivery | Missing:
+        """Ask a member for a client's newest message from a round on, check it, and count it.
+
+        That there is no newer one is no loss.
+        """
+        found = self._ask_once(peer, address, template, self.deadline(), _QUIET)
+        if isinstance(found, Missing) and found.reason == "not_ready":
+            return found
+        return self._count(peer, found)
 
     def _ask_once(
         self,

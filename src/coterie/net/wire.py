@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +29,8 @@ MAX_ROSTER = 1024 * 1024
 SIGNATURE = 64
 CODECS = ("safetensors", "safetensors-f16")
 KINDS = ("model", "request", "reply", "cohort", "probe", "join")
+NEWEST = "newest"
+"""The kind of a question, of no message: the newest model of a client, from a round on."""
 NAME = re.compile(r"[a-z0-9-]{1,63}")
 # It precedes what is signed, so that a signature of another kind of text never counts here.
 _DOMAIN = b"coterie manifest 1\n"
@@ -45,7 +47,9 @@ class Address:
         client: id of the client that the message is from or for; -1 for a message of the server
             role.
         kind: "model" for peers, "request" for the server role, "reply" and "cohort" from it;
-            "probe" for measuring; "join" for clients that join when the run has ended.
+            "probe" for measuring; "join" for clients that join when the run has ended. A question
+            may have the kind NEWEST: the newest "model" of this client whose round is not below
+            that of the address.
     """
 
     round: int
@@ -318,7 +322,12 @@ class Assembler:
                 raise Refused(name, f"the manifest is of {name} {found[:64]}; expected {wanted}")
         if m.to not in ("", expect.me):
             raise Refused("reader", f"it is meant for {m.to[:64]}, not for {expect.me}")
-        if m.address != expect.address:
+        wanted = expect.address
+        if wanted.kind == NEWEST:
+            if m.round < wanted.round:
+                raise Refused("rewound", f"it is of round {m.round}; expected {wanted.round} on")
+            wanted = replace(wanted, round=m.round, kind="model")
+        if m.address != wanted:
             raise Refused("address", f"it belongs to {m.address}; asked was {expect.address}")
         if m.inc < expect.min_inc:
             raise Refused(

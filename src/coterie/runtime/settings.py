@@ -49,6 +49,12 @@ _NEEDS_EVERYBODY = {
     "patience": "a client that is late stops by rounds in which it took no part",
     "secure_aggregation": "a masked sum is of clients that all stay to the end of the round",
 }
+# Why settings do not go with nodes that wait for nobody.
+_NEEDS_COMMON_ROUNDS = {
+    "participation": "every node goes on by itself, and nobody draws a cohort",
+    "new_clients": "they join when all have ended, and nodes end at different times",
+    "secure_aggregation": "a sum is of the clients of one round",
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,11 @@ class Settings(Configurable):
             `runtime.virtual_time.VirtualTime`: with schedule = "asynchronous" it is needed; with
             "synchronous" each round lasts as long as its slowest client, and results are the same
             with their times.
+        pace: of the nodes of a run between machines: "common", rounds have a common end; "free",
+            nobody waits: each node has rounds of its own, and reads the newest messages that
+            others have published. Simulations have schedule = "asynchronous" for it.
+        max_staleness: with pace = "free": rounds of the reader after which a message is too old to
+            be read, and counts as missing; none when None.
         warmup_epochs: local epochs before the first exchange, whatever `local.steps`; as many
             epochs or steps as in a round when None. Not for "train_first".
         participation: share of clients in (0, 1], or a count above 1, that takes part in a round.
@@ -160,6 +171,8 @@ class Settings(Configurable):
     order: Order | None = None
     schedule: Schedule = "synchronous"
     time: Mapping[str, Any] | None = None
+    pace: Literal["common", "free"] = "common"
+    max_staleness: PositiveInt | None = None
     warmup_epochs: NonNegativeInt | None = None
     participation: PositiveFloat = 1.0
     patience: PositiveInt | None = None
@@ -215,6 +228,7 @@ class Settings(Configurable):
             f"a multiple of validate_every ({every})",
         )
         self._check_time()
+        self._check_pace()
         sequential = self.schedule.startswith("sequential")
         keeps = self.local.persistent_client_optimizer and sequential
         expected = "schedule = 'synchronous' or 'asynchronous' with it"
@@ -301,6 +315,25 @@ class Settings(Configurable):
         time = self.virtual_time
         return time is not None and time.deadline_seconds is not None
 
+    def _check_pace(self) -> None:
+        """Check what nodes that wait for nobody cannot do."""
+        if self.pace == "common":
+            expected = "it with pace = 'free' alone; time.max_staleness is that of virtual time"
+            require(self.max_staleness is None, "max_staleness", self.max_staleness, expected)
+            return
+        expected = "'synchronous' with pace = 'free', which is of nodes on machines"
+        require(self.schedule == "synchronous", "schedule", self.schedule, expected)
+        refused = {
+            "participation": self.participation != 1,
+            "new_clients": self.new_clients is not None,
+            "secure_aggregation": self.secure_terms is not None,
+        }
+        for name, found in refused.items():
+            if found:
+                raise ConfigError(
+                    f"{name} is set; with pace = 'free' it is not: {_NEEDS_COMMON_ROUNDS[name]}"
+                )
+
     @property
     def virtual_time(self) -> VirtualTime | None:
         """How long things take; None where rounds have no time."""
@@ -323,6 +356,8 @@ class Settings(Configurable):
         # Under the names of older versions, since identities that are stored contain them.
         found = {**asdict(self), "metrics": outputs, "extra_metrics": of_runs}
         del found["check"]  # results do not depend on it
+        if self.pace == "common":  # younger than identities that are stored
+            del found["pace"], found["max_staleness"]
         return found
 
     @property

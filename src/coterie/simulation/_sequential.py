@@ -92,7 +92,16 @@ class SequentialLoop(Loop):
 
 
 def select_loop(settings: Settings, method: Method) -> type[Loop]:
-    """Return the class of loop that runs the schedule of the settings with a method."""
+    """Return the class of loop that runs the schedule of the settings with a method.
+
+    Raises:
+        ConfigError: when the settings are those of nodes alone.
+    """
+    if settings.pace != "common":
+        raise ConfigError(
+            f"pace is {settings.pace!r}, which is of nodes on machines; a simulation in which "
+            "nobody waits has schedule = 'asynchronous' and a table of time"
+        )
     if settings.schedule == "asynchronous" and method.server:
         return AsynchronousServerLoop
     if settings.has_deadline:
