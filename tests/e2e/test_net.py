@@ -98,6 +98,41 @@ def test_four_nodes_end_with_the_bytes_of_the_simulation(tmp_path, port, label):
         assert table(joined[name]).equals(table(pd.read_parquet(run / f"{name}.parquet")))
 
 
+@pytest.mark.slow
+def test_four_nodes_that_wait_for_nobody_are_repeated_to_the_byte(tmp_path, port):
+    """One is killed in the middle and started again; the command says that all are equal, and what is not."""
+    free = "rounds = 12\npace = 'free'\nmax_staleness = 6\n"
+    study = config.parse_study_text(STUDY.replace("rounds = 4\n", free)).select_run("dac", 0)
+    files = fleet.lay_out(tmp_path, study, port=port, network=QUICK)
+    (tmp_path / "logs").mkdir()
+    pending = {"node-02"}
+
+    def look(name: str, event: Mapping[str, Any]) -> None:
+        if name in pending and event["event"] == "round" and event["round"] >= 3:
+            pending.clear()
+            nodes.processes[name].kill()
+
+    with fleet.Fleet(files, logs=tmp_path / "logs", listener=look) as nodes:
+        for name in files:
+            nodes.start(name)
+        nodes.processes["node-02"].wait(120)
+        nodes.start("node-02")
+        assert nodes.wait(120) == dict.fromkeys(files, 0), (
+            tmp_path / "logs" / "node-00.log"
+        ).read_text()
+    command = ["net", "replay", *map(str, files.values())]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines() == [f"{name}: 12 rounds, equal to the byte" for name in files]
+    part = CliRunner().invoke(app, [*command[:-1]])
+    assert "nobody made it" in str(part.exception)
+    edges = next((tmp_path / "nodes" / "node-01").rglob("edges.parquet"))
+    edges.write_bytes(edges.read_bytes() + b"!")
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert "node-01: 12 rounds, differs in edges.parquet" in done.output
+
+
 @pytest.mark.parametrize("label", [full(kind, slow=True) for kind in ("dac", "fedavg", "ifca")])
 def test_a_member_that_joins_late_ends_with_the_bytes_of_the_simulation(tmp_path, port, label):
     """Three nodes end their run; the process of a fourth starts only then, and its results are the simulation's.

@@ -350,6 +350,39 @@ def write_roster(
     )
 
 
+@net.command("replay")
+def replay_run(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="NODE.TOML...", help="The files of all members of a run."),
+    ],
+) -> None:
+    """Repeat a run with pace = "free" from its journals and the data of all members.
+
+    A node that waits for nobody writes down whose message of which round it read. On one
+    machine that has the node files, data and runs of all members, their rounds are done
+    again, and models and results are compared with those that are stored, to the byte.
+    The exit status is 1 when something differs.
+
+    [bold]Example[/bold]
+
+      coterie net replay north/node.toml south/node.toml west/node.toml
+    """
+    _check_packages()
+    from coterie.net import replay
+
+    plan, roster, members = replay.load_members(files)
+    loops, differing = replay.replay(plan, roster, members), False
+    for one in members:
+        loop = loops[one.name]
+        differs = replay.compare_with_stored(one, loop)
+        differing |= bool(differs)
+        text = "differs in " + ", ".join(differs) if differs else "equal to the byte"
+        typer.echo(f"{one.name}: {max(0, loop.next_round)} rounds, {text}")
+    if differing:
+        raise typer.Exit(1)
+
+
 @net.command("audit")
 def audit_logs(
     logs: Annotated[

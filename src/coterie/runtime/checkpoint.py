@@ -265,6 +265,33 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, Any]:
     return earlier
 
 
+def list_state_tensors(loop: "Loop") -> dict[str, Tensor]:
+    """Return what a loop's later rounds depend on, by the names of checkpoints."""
+    owners = {
+        "state.memory": loop.state.memory,
+        "state.shared": loop.state.shared,
+        "state.moments": loop.state.moments,
+        "tracker": loop.tracker,
+    }
+    for one in loop.extensions:
+        owners[f"state.{one.name}"] = one.state
+    found = {"state.params": loop.state.params}
+    for owner, value in owners.items():
+        for name, tensor in _list_tensors(value).items():
+            found[f"{owner}.{name}"] = tensor
+    return found
+
+
+def load_state_tensors(folder: Path) -> dict[str, Tensor]:
+    """Load what `list_state_tensors` returns, and more, from the newest undamaged checkpoint.
+
+    Raises:
+        CheckpointError: when there is none.
+    """
+    name, found = _find_newest(folder)
+    return _load_tensors(folder / name, found.get("compact", {}), "cpu")
+
+
 def _load_tensors(path: Path, compact: dict[str, Any], device: str) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint; compact tables are unpacked."""
     if not compact:
