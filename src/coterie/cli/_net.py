@@ -361,7 +361,7 @@ def replay_run(
 
     A node that waits for nobody writes down whose message of which round it read. On one
     machine that has the node files, data and runs of all members, their rounds are done
-    again, and models and results are compared with those that are stored, to the byte.
+    again, and models and results are compared with the stored ones, to the byte.
     The exit status is 1 when something differs.
 
     [bold]Example[/bold]

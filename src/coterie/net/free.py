@@ -525,7 +525,7 @@ class FreeExchange(RemoteExchange):
         return came, lost
 
     def _publish_board(self, message: Message) -> Message:
-        """Publish what the clients here send in this round, those that have stopped included."""
+        """Publish what the clients here send in this round, stopped clients included."""
         board = self._own.publish_message(message)
         assert board.ids is not None
         for row, client in enumerate(board.ids.tolist()):
@@ -647,7 +647,7 @@ class FreeLoop(Loop):
         self.record.add_metrics(index, self.task.ids, "train", "current", values)
 
     def publish_last(self) -> None:
-        """Publish the models of the end, where they are not those of the last round's exchange."""
+        """Publish the models of the end, which no exchange of a round has sent yet."""
         assert isinstance(self.method, PeerMethod)
         if not self.method.exchanges or self.order != "exchange_first":
             return

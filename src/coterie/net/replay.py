@@ -1,6 +1,6 @@
 """Replay: repeat a run in which nobody waited, from the journals of all nodes and their data.
 
-Every node's journal says which message of whom it read in each of its rounds (see `free`), and a
+Every node's journal says which messages it read in each of its rounds (see `free`), and a
 message is what its sender had after its own rounds before. So the nodes' rounds are done again,
 each as soon as the messages that it read have been made. Each message is compared with the digest
 that its reader wrote down.
