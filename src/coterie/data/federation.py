@@ -201,6 +201,8 @@ class Federation(Described):
         notes: how its file was read, where that is not the usual way.
         phases: what changes in which round; `split`, `test_of`, `noise` and `truth` are those
             before the first of them.
+        public: samples that all clients have, on which predictions are compared; see
+            `with_public_set`.
     """
 
     x: Shaped[Tensor, "clients samples *features"] | ClientRows
@@ -226,6 +228,7 @@ class Federation(Described):
     targets: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     phases: tuple[Phase, ...] = ()
+    public: TestSet | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -270,6 +273,8 @@ class Federation(Described):
         }
         if self.phases:
             facts["changes in rounds"] = ", ".join(str(phase.first) for phase in self.phases)
+        if self.public is not None:
+            facts["public set"] = f"{len(self.public.x)} samples"
         return f"Federation {self.name!r}", facts
 
     @property
@@ -291,7 +296,8 @@ class Federation(Described):
     def nbytes(self) -> int:
         """Bytes of all inputs and targets in memory, including the test sets."""
         clients = self.x.nbytes + self.y.nbytes + self.split.nbytes
-        return clients + sum(test.x.nbytes + test.y.nbytes for test in self.tests)
+        sets = self.tests if self.public is None else (*self.tests, self.public)
+        return clients + sum(one.x.nbytes + one.y.nbytes for one in sets)
 
     def count_samples(self, split: str) -> Int[Tensor, " clients"]:
         """Return the number of samples of each client in a split ("train" or "validation")."""
@@ -386,6 +392,47 @@ class Federation(Described):
             truth=None,
         )
 
+    def with_public_set(self, public: "Federation") -> "Federation":
+        """Return these data with a public set: samples that all clients have.
+
+        Clients compare what their models predict for it; see `similarity = "public_agreement"` of
+        DAC. Nobody trains on it, and no result is measured with it. Its targets matter only where
+        they are -100, which means that a position does not count.
+
+        Args:
+            public: the public samples, made in the same way as these data; all samples of all its
+                clients, held-out ones included.
+
+        Raises:
+            DataError: when its inputs or targets have another form.
+
+        Example:
+            >>> from coterie import from_arrays
+            >>> x, y = torch.rand(40, 3), torch.arange(40) % 2
+            >>> data = from_arrays(x[:30], y[:30], num_clients=2)
+            >>> len(data.with_public_set(from_arrays(x[30:], y[30:], num_clients=1)).public.x)
+            10
+        """
+
+        def describe_form(data: Federation) -> str:
+            parts = [(part.name, part.shape, part.whole) for part in data.parts]
+            # Numbers of another precision have the same meaning; bytes of images have not.
+            kind = "floats" if data.x.dtype.is_floating_point else str(data.x.dtype)
+            inputs = f"inputs {list(data.features)} of {kind.removeprefix('torch.')}"
+            parted = f" in parts {parts}" if parts else ""
+            return f"{inputs}{parted}, targets {list(data.y.shape[2:])}"
+
+        own, other = describe_form(self), describe_form(public)
+        if own != other:
+            raise DataError(
+                f"the public set has {other}; expected {own}, as the clients' samples have"
+            )
+        used = public.split >= 0
+        inputs = [read_inputs(public.x)[used], *(read_inputs(test.x) for test in public.tests)]
+        targets = [public.y[used], *(test.y for test in public.tests)]
+        x, y = torch.cat(inputs).to(self.x.dtype), torch.cat(targets).to(self.y.dtype)
+        return replace(self, public=TestSet(x, y, "public"))
+
     def _require_one_phase(self, what: str) -> None:
         if self.phases:
             raise DataError(
@@ -425,6 +472,8 @@ class Federation(Described):
         # Added only where there are parts: other fingerprints stay comparable with stored runs.
         if self.parts:
             more.append([[part.name, part.shape, part.whole] for part in self.parts])
+        if self.public is not None:
+            digest.update(compute_checksum(self.public.x) + compute_checksum(self.public.y))
         for phase in self.phases:
             digest.update(compute_checksum(phase.split) + compute_checksum(phase.test_of))
             truth = phase.truth
@@ -561,6 +610,8 @@ class Federation(Described):
             stored_phases.append({"first": phase.first, "truth": known})
         for i, test in enumerate(self.tests):
             tensors |= {f"tests.{i}.x": read_inputs(test.x), f"tests.{i}.y": test.y}
+        if self.public is not None:
+            tensors |= {"public.x": read_inputs(self.public.x), "public.y": self.public.y}
         truth = None
         if self.truth is not None:
             truth = {"names": self.truth.names, "shift": self.truth.shift}
@@ -625,6 +676,9 @@ class Federation(Described):
         for i, (name, noise) in enumerate(zip(meta["tests"], noises, strict=True)):
             x, y = tensors[f"tests.{i}.x"], tensors[f"tests.{i}.y"]
             tests.append(TestSet(x, y, name, noise))
+        public = None
+        if "public.x" in tensors:
+            public = TestSet(tensors["public.x"], tensors["public.y"], "public")
         phases = []
         for i, stored in enumerate(meta.get("phases", ())):
             known = stored["truth"] and Truth(
@@ -666,4 +720,5 @@ class Federation(Described):
             targets=tuple(meta.get("targets", ())),
             notes=tuple(meta.get("notes", ())),
             phases=tuple(phases),
+            public=public,
         )

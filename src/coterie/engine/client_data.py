@@ -1,5 +1,6 @@
 """The samples of the clients hosted here, on the device of their models."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -7,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie.data.federation import SPLITS, Federation
+from coterie.data.federation import SPLITS, Federation, TestSet, compute_checksum
 from coterie.data.rows import Inputs
 from coterie.engine._work import RawSamples
 from coterie.engine.noise import InputNoise
@@ -41,6 +42,13 @@ def find_positions(split: Int[Tensor, "clients samples"], wanted: int) -> SplitP
     return SplitPositions(torch.where(inside, order, 0), count)
 
 
+def compute_code(samples: TestSet) -> int:
+    """Return a checksum of a set of samples as an integer, which a message can carry."""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(compute_checksum(samples.x) + compute_checksum(samples.y))
+    return int.from_bytes(digest.digest(), "big", signed=True)
+
+
 @dataclass(frozen=True, eq=False)
 class ClientData:
     """The samples of some of the clients of a federation; views of other clients share them.
@@ -54,6 +62,8 @@ class ClientData:
         ids: the ids of these clients.
         population: number of clients in the whole population.
         device: where samples are, as the settings name it.
+        public: the samples of the public set, on the device; None without one.
+        public_code: a checksum of the public set.
     """
 
     federation: Federation
@@ -64,6 +74,8 @@ class ClientData:
     ids: Int[Tensor, " clients"]
     population: int
     device: str = "cpu"
+    public: RawSamples | None = None
+    public_code: int = 0
 
     @staticmethod
     def load(federation: Federation, loss: Loss, dtype: torch.dtype, device: str) -> "ClientData":
@@ -84,6 +96,7 @@ class ClientData:
         splits = {}
         for name, number in SPLITS.items():
             splits[name] = find_positions(federation.split, number)
+        public = federation.public
         return ClientData(
             federation=federation,
             samples=to_samples(federation.x.flatten(0, 1), federation.y.flatten(0, 1)),
@@ -93,6 +106,8 @@ class ClientData:
             ids=federation.ids,
             population=federation.population,
             device=device,
+            public=None if public is None else to_samples(public.x, public.y),
+            public_code=0 if public is None else compute_code(public),
         )
 
     def __len__(self) -> int:

@@ -12,12 +12,18 @@ from torch import Tensor
 from coterie.engine._base import Engine, explain_module_errors
 from coterie.engine._work import EvaluationPairs, RawSamples, first_equal_rows
 from coterie.engine.client_data import ClientData
+from coterie.errors import ConfigError
 from coterie.exchange.base import Inbox
 from coterie.functional import metrics
 from coterie.functional.losses import Loss
 from coterie.functional.metrics import Metric, Undefined
 from coterie.functional.scores import Form
-from coterie.functional.similarity import agree_on_predictions
+from coterie.functional.similarity import (
+    NO_CLASS,
+    agree_on_predictions,
+    check_predicts_classes,
+    predict_classes,
+)
 from coterie.models.layout import Layout
 from coterie.models.part import ParameterSharing
 from coterie.rng import Rng
@@ -141,6 +147,46 @@ class Evaluator:
             out[client, slots[clients == client]] = torch.tensor(values, dtype=torch.float64)
         # A model that is not finite agrees with none.
         return torch.nan_to_num(out, nan=0.0)
+
+    def predict_public(
+        self, params: Float[Tensor, "clients params"]
+    ) -> Int[Tensor, "clients predictions"]:
+        """Return the classes that models predict for the public set; see `Task.predict_public`."""
+        public, form = self._require_public(), self._outputs_form()
+        check_predicts_classes("public_agreement", form)
+        everything, models = torch.arange(len(public))[None], torch.arange(len(params))
+        keys = None
+        if self.layout.draws[False]:
+            key = int(self.rng.generator("draws.public").integers(1 << 62))
+            keys = torch.full((1,), key, device=params.device)
+        pairs = EvaluationPairs(
+            public, everything, torch.tensor([len(public)]), models, torch.zeros_like(models),
+            None, keys,
+        )  # fmt: skip
+        targets = public.prepare_targets(everything[0])
+        out = torch.full((len(params), self.count_predictions()), NO_CLASS, dtype=torch.int32)
+        for _, part, outputs in self._iterate_outputs(params, pairs, None):
+            for model, own in zip(part.tolist(), outputs, strict=True):
+                found = predict_classes(form, *self.loss.to_metric_form(own, targets))
+                out[model] = found.flatten().to(out)
+        return out
+
+    def count_predictions(self) -> int:
+        """Return how many classes a model predicts for the public set."""
+        targets = self._require_public().y
+        if self._outputs_form() == "positions":
+            # of one class, since a form may leave out some of the positions
+            one = targets[:, None] if self.loss.class_axis == 1 else targets[..., None]
+            targets = self.loss.to_metric_form(one, targets)[1]
+        return targets.numel()
+
+    def _require_public(self) -> RawSamples:
+        if self.data.public is None:
+            raise ConfigError(
+                "similarity 'public_agreement' compares predictions for a public set, and these "
+                "data have none; give them one by Federation.with_public_set, or take 'agreement'"
+            )
+        return self.data.public
 
     def _outputs_form(self) -> Form:
         return self.loss.possible_forms(self.data.samples.prepare_targets(torch.arange(1)))[0]

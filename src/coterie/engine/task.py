@@ -412,6 +412,27 @@ class Task:
         """
         return self.evaluator.measure_agreement(own, inbox, split)
 
+    @property
+    def num_public_samples(self) -> int:
+        """How many samples the public set has; 0 without one."""
+        return 0 if self.data.public is None else len(self.data.public)
+
+    def predict_public(
+        self, params: Float[Tensor, "clients params"]
+    ) -> Int[Tensor, "clients predictions"]:
+        """Return the class that each model predicts for each sample of the public set.
+
+        Of sequences that is one for each position, of labels one for each label; -1 where a
+        position does not count or an output is not finite.
+
+        Args:
+            params: the models.
+
+        Raises:
+            ConfigError: where outputs are no classes, or there is no public set.
+        """
+        return self.evaluator.predict_public(params)
+
     def evaluate(
         self, params: Float[Tensor, "clients params"], inputs: Mapping[str, Tensor] | None = None
     ) -> dict[str, Float[Tensor, " clients"]]:

@@ -75,17 +75,89 @@ def agree_on_predictions(
         models, 2024, https://arxiv.org/abs/2404.09753, where clients compare predictions for a
         public set.
     """
-    if form not in ("class", "positions", "labels"):
-        raise ConfigError(
-            "similarity 'agreement' compares predicted classes, and these outputs are no classes; "
-            "take 'inv_loss'"
-        )
+    check_predicts_classes("agreement", form)
     if form == "labels":
         return float(1 - (one.double().sigmoid() - other.double().sigmoid()).abs().mean())
     gap = (one.double().softmax(-1) - other.double().softmax(-1)).abs().sum(-1) / 2
     if form == "positions":
         gap = gap[targets != UNCOUNTED]
     return float(1 - gap.mean())
+
+
+NO_CLASS = -1
+"""What stands for a class where a model predicts none, or none counts."""
+
+
+def check_predicts_classes(name: str, form: Form) -> None:
+    """Refuse outputs that are no classes.
+
+    Args:
+        name: of the similarity that compares them.
+        form: of the outputs.
+
+    Raises:
+        ConfigError: with what to take instead.
+    """
+    if form not in ("class", "positions", "labels"):
+        raise ConfigError(
+            f"similarity {name!r} compares predicted classes, and these outputs are no classes; "
+            "take 'inv_loss'"
+        )
+
+
+def predict_classes(
+    form: Form,
+    outputs: Float[Tensor, "samples *outputs"],
+    targets: Shaped[Tensor, "samples *targets"],
+) -> Int[Tensor, "samples *predictions"]:
+    """Return predicted classes; `NO_CLASS` where an output is not finite or does not count.
+
+    Args:
+        form: of the outputs, see `functional.scores`: "class", "positions" or "labels".
+        outputs: of a model.
+        targets: say which positions count.
+
+    Example:
+        >>> predict_classes("class", torch.tensor([[0.0, 2.0], [1.0, torch.nan]]), torch.zeros(2))
+        tensor([ 1, -1])
+    """
+    if form == "labels":
+        return (outputs > 0).long().masked_fill(~torch.isfinite(outputs), NO_CLASS)
+    found = outputs.argmax(-1).masked_fill(~torch.isfinite(outputs).all(-1), NO_CLASS)
+    return found.masked_fill(targets == UNCOUNTED, NO_CLASS) if form == "positions" else found
+
+
+def share_of_equal_classes(
+    own: Int[Tensor, "clients predictions"],
+    table: Int[Tensor, "senders predictions"],
+    index: Int[Tensor, "clients peers"],
+    mask: Bool[Tensor, "clients peers"],
+) -> Float[Tensor, "clients peers"]:
+    """Return the share of the receiver's predictions that the sender made too.
+
+    Args:
+        own: predicted classes of the hosted clients; `NO_CLASS` does not count.
+        table: those of the senders.
+        index: row of the table of each slot.
+        mask: which slots arrived.
+
+    Returns:
+        Shares in float64; 0 where nothing arrived.
+
+    Example:
+        >>> own, table = torch.tensor([[1, 2, -1]]), torch.tensor([[1, 0, -1]])
+        >>> one = torch.tensor([[0]])
+        >>> share_of_equal_classes(own, table, one, one == 0)
+        tensor([[0.5000]], dtype=torch.float64)
+    """
+    out = torch.zeros(mask.shape, dtype=torch.float64)
+    for client, slots in enumerate(mask):
+        mine = own[client]
+        counted = mine != NO_CLASS
+        if bool(counted.any()):
+            same = (table[index[client, slots]] == mine) & counted
+            out[client, slots] = same.sum(1).double() / counted.sum()
+    return out
 
 
 def l2_distances(

@@ -28,6 +28,8 @@ class CostSetting:
         number_bytes: bytes of a number as sent.
         start_apart: whether clients start from different models.
         compared: numbers of a model in which similarities compare; all when None.
+        public_samples: samples of the public set.
+        predictions: classes that a model predicts for it.
     """
 
     population: int
@@ -37,6 +39,8 @@ class CostSetting:
     number_bytes: int = 4
     start_apart: bool = False
     compared: int | None = None
+    public_samples: int = 0
+    predictions: int = 0
 
     @staticmethod
     def from_task(task: Task, group: int | None = None) -> "CostSetting":
@@ -49,9 +53,11 @@ class CostSetting:
         part = task.sharing
         samples, apart = int(task.num_samples.mean()), task.model.init == "per_client"
         shared, compared = part.shared.num_columns, part.compared.num_columns
+        public = task.num_public_samples
         return CostSetting(
-            task.population, shared, samples, group, task.dtype.itemsize, apart, compared
-        )
+            task.population, shared, samples, group, task.dtype.itemsize, apart, compared, public,
+            task.evaluator.count_predictions() if public else 0,
+        )  # fmt: skip
 
     @property
     def num_compared(self) -> int:

@@ -1,6 +1,7 @@
 """DAC: gossip with peers drawn by similarity."""
 
 import math
+import typing
 import warnings
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
@@ -14,7 +15,7 @@ from coterie._util.settings import CustomFunction, NonNegativeFloat, NonNegative
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.base import Inbox, Message
-from coterie.functional import adapters, aggregation, selection, similarity
+from coterie.functional import adapters, aggregation, selection, similarity, sketches
 from coterie.functional.robust import Aggregation
 from coterie.methods.base import (
     ROWS_AT_ONCE,
@@ -24,12 +25,21 @@ from coterie.methods.base import (
     Round,
     State,
     choose_peers_by_rule,
+    draw_peers_uniformly,
     make_variant,
     merge_by_rule,
     mixing_report,
     similarity_report,
 )  # fmt: skip
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
+from coterie.methods.peer_profiles import (
+    Profile,
+    Sketched,
+    compare_profiles,
+    count_numbers,
+    predict_profile,
+    sketch_profile,
+)
 from coterie.methods.peer_table import (
     ESTIMATED,
     MEASURED,
@@ -41,9 +51,13 @@ from coterie.methods.peer_table import (
 )
 from coterie.rng import Rng
 
-Similarity = Literal["inv_loss", "inv_l2", "cos_weight", "cos_grad", "cos_product", "agreement"]
-# Similarities of what models return for a client's training data; the others compare parameters.
+Similarity = Literal[
+    "inv_loss", "inv_l2", "cos_weight", "cos_grad", "cos_product", "agreement", "public_agreement"
+]
+# Similarities of what models return for a client's training data.
 _BY_OUTPUTS = ("inv_loss", "agreement")
+# Similarities of parameters.
+_BY_PARAMETERS = typing.get_args(Sketched)
 
 
 @dataclass(frozen=True)
@@ -264,14 +278,23 @@ class PeerSimilarities:
         peers: Int[Tensor, "clients peers"],
         similarity: Float[Tensor, "clients peers"],
         mask: Bool[Tensor, "clients peers"],
+        *,
+        reads: bool = True,
     ) -> "PeerSimilarities":
-        """Return a copy with measured similarities; those of silent peers stay unchanged."""
+        """Return a copy with measured similarities; those of silent peers stay unchanged.
+
+        Args:
+            peers: ids of the peers.
+            similarity: that was measured.
+            mask: which peers answered.
+            reads: whether models were read, which `count` counts.
+        """
         rows, slots = mask.nonzero(as_tuple=True)
         at = (rows, peers[rows, slots])
         values, status, count = map(pages.copy, (self.similarity, self.status, self.count))
         values[at], status[at] = similarity[rows, slots].double(), MEASURED
         # Peers of a row are distinct, so that no index occurs twice and each read counts.
-        count[at] += 1
+        count[at] += int(reads)
         return replace(self, similarity=values, status=status, count=count)
 
     def usable_members(self, *, drop_nonpositive: bool) -> Bool[Tensor, "clients population"]:
@@ -380,7 +403,8 @@ class Dac(PeerMethod):
             1 over the distance of the models; "cos_weight" and "cos_grad", the cosine of the models
             or of their updates since the start; "cos_product", that of the products of their
             low-rank adapters; "agreement", 1 minus the total variation between what the two models
-            predict for the client's data, classes alone.
+            predict for the client's data, classes alone; "public_agreement", the share of a public
+            set for which both predict the same class, of which clients publish their predictions.
         aggregation: "fedavg"; "fedsim", by this round's similarities; a rule of
             `functional.robust.RULES`, by its name or as a table with its settings; or the import
             path of a custom rule, a function of `functional.aggregation.ReceivedModels`.
@@ -397,6 +421,11 @@ class Dac(PeerMethod):
             client measured itself, the rest for estimates, those of the most similar peer first.
         explore: how many of the peers read each round are drawn uniformly from the members outside
             of the table; needs a table.
+        sketch: numbers of a sketch, by which models are compared instead of reading them; for
+            "cos_weight", "cos_grad", "cos_product" and "inv_l2". The models themselves are compared
+            when not given.
+        num_candidates: members whose sketches or predictions a client reads before it draws peers,
+            drawn uniformly in each round; all when not given.
     """
 
     memory_bound: ClassVar[str | None] = "table"
@@ -422,9 +451,17 @@ class Dac(PeerMethod):
     selection: CustomFunction | None = None
     table: PositiveInt | None = None
     explore: NonNegativeInt = 0
+    sketch: PositiveInt | None = None
+    num_candidates: PositiveInt | None = None
 
     def check(self) -> None:
         """Refuse a push of a similarity other than "inv_loss", and what does not go with a table."""
+        fits = self.sketch is None or self.similarity in _BY_PARAMETERS
+        expected = f"none unless similarity is one of {', '.join(_BY_PARAMETERS)}"
+        require(fits, "sketch", self.sketch, expected)
+        fits = self.num_candidates is None or self.compares_profiles
+        expected = "none unless sketch is given or similarity = 'public_agreement'"
+        require(fits, "num_candidates", self.num_candidates, expected)
         fits = self.loss_direction == "pull" or self.similarity == "inv_loss"
         require(
             fits, "loss_direction", self.loss_direction, "'pull' unless similarity = 'inv_loss'"
@@ -438,6 +475,10 @@ class Dac(PeerMethod):
         # A client has to remember what it reads in a round until the round's end.
         expected = f"num_peers ({self.num_peers}) or more"
         require(self.table >= self.num_peers, "table", self.table, expected)
+        candidates = self.num_candidates
+        fits = not self.compares_profiles or (candidates and candidates <= self.table)
+        expected = f"a number up to table ({self.table}): a client remembers what it compares"
+        require(bool(fits), "num_candidates", candidates, expected)
         pulls = self.loss_direction == "pull"
         expected = "'pull' with a table: a push asks all members and answers them"
         require(pulls, "loss_direction", self.loss_direction, expected)
@@ -454,13 +495,18 @@ class Dac(PeerMethod):
         return ""
 
     @property
+    def compares_profiles(self) -> bool:
+        """Whether clients are compared by what they publish without their models."""
+        return self.sketch is not None or self.similarity == "public_agreement"
+
+    @property
     def exchanges(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """One; two more for the answers of a push."""
-        return 1 + 2 * (self.loss_direction == "push")
+        """One; one before it for profiles, or two more for the answers of a push."""
+        return 1 + self.compares_profiles + 2 * (self.loss_direction == "push")
 
     def init_memory(self, task: Task, rng: Rng) -> PeerSimilarities | PeerTable:
         """Return a memory without similarities."""
-        apart = task.model.init == "per_client" and self.similarity not in _BY_OUTPUTS
+        apart = task.model.init == "per_client" and self.similarity in _BY_PARAMETERS
         if apart:
             # Differences between the first models hide those between the data.
             text = f"{self.kind}: {self.similarity} says little "
@@ -469,7 +515,12 @@ class Dac(PeerMethod):
         columns = 0
         if apart and self.similarity == "cos_grad":
             columns = task.layout.trainable
-        origin = task.initial_models(rng)[:, :columns].clone()
+        first = task.initial_models(rng)
+        origin = first[:, :columns].clone()
+        if self.similarity == "cos_grad" and self.sketch is not None:
+            # That of a shared start is computed once.
+            rows = task.sharing.compared.select_from(first if apart else first[:1])
+            origin = sketches.count_sketch(rows, self.sketch).expand(len(first), -1).clone()
         if self.table is not None:
             return PeerTable.all_unknown(task.ids, self.table, task.population, origin)
         memory = PeerSimilarities.all_unknown(task.population, origin)
@@ -482,24 +533,41 @@ class Dac(PeerMethod):
         )
 
     def publish(self, task: Task, state: State, exchange: int = 0) -> Message:
-        """Publish the model with the similarities to share.
+        """Publish the model with the similarities to share; before it the profile, if any.
 
         Raises:
             ConfigError: with loss_direction = "push": peers measure and answer what they are asked
                 in the same round.
         """
+        if self.compares_profiles:
+            profile = self.make_profile(task, state)
+            if exchange == 0:
+                return Message(state.params[:, :0], profile)
+            return self._publish_model(task, state, profile)
         if exchange:
             raise ConfigError(
                 f"{self.kind} with loss_direction = 'push' is answered by peers in the round in "
                 "which it asks them; "
                 "peers that act one after another have not published an answer when they are asked"
             )
-        fields = {"samples": task.num_samples}
-        if state.memory.origin.shape[1]:
+        return self._publish_model(task, state, {})
+
+    def _publish_model(self, task: Task, state: State, profile: Profile) -> Message:
+        fields = {"samples": task.num_samples, **profile}
+        # A sketch of an update is that since the client's own first model.
+        if state.memory.origin.shape[1] and not profile:
             fields["origin"] = task.sharing.compared.select_from(state.memory.origin)
         if self.shares_with_model:
             fields |= self.scores_to_share(state)
         return Message(state.params, fields)
+
+    def make_profile(self, task: Task, state: State) -> Profile:
+        """Return what clients are compared by before models are read; see `compares_profiles`."""
+        if self.sketch is None:
+            return predict_profile(task, state.params)
+        # `check` allows a sketch with these similarities alone.
+        kind = typing.cast(Sketched, self.similarity)
+        return sketch_profile(task, state.params, kind, self.sketch, state.memory.origin)
 
     @property
     def shares_with_model(self) -> bool:
@@ -595,14 +663,24 @@ class Dac(PeerMethod):
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw peers by similarity, pull, measure, average, update the memory."""
-        peers, prior = self.draw_peers(rnd, state.memory)
-        ask, drawn = pull_and_measure, prior
-        if self.loss_direction == "push":
-            ask = push_and_measure
+        profile: Profile = {}
+        known, cost_of_profiles = state, {}
+        if self.compares_profiles:
+            profile = self.make_profile(rnd.task, state)
+            memory, cost_of_profiles = self.compare_candidates(rnd, state, profile)
+            known = replace(state, memory=memory)
+        peers, prior = self.draw_peers(rnd, known.memory)
+        drawn = prior
         if self.selection is not None:  # a custom rule states no probabilities
             drawn = torch.full_like(prior, torch.nan)
-        measured = ask(rnd, state, self.publish(rnd.task, state), peers, self.similarity, self.eps)
-        inbox = measured.inbox
+        # What is published was known before the round.
+        message = self._publish_model(rnd.task, state, profile)
+        if profile:
+            measured = self._pull_with_profiles(rnd, message, peers, profile, cost_of_profiles)
+        else:
+            ask = push_and_measure if self.loss_direction == "push" else pull_and_measure
+            measured = ask(rnd, state, message, peers, self.similarity, self.eps)
+        state, inbox = known, measured.inbox
         similarities = similarity_report(rnd, measured.similarity, drawn)
         # By this round's measurements, not by the memory.
         weighted = self.aggregation_weights(rnd, measured, prior)
@@ -620,6 +698,42 @@ class Dac(PeerMethod):
             **cost,
             **similarities,
         }
+
+    def compare_candidates(
+        self, rnd: Round, state: State, profile: Profile
+    ) -> tuple[PeerSimilarities | PeerTable, dict[str, Tensor]]:
+        """Read profiles, without models; return the memory with their similarities, and the costs.
+
+        Args:
+            rnd: the round.
+            state: before it.
+            profile: those of the hosted clients; see `make_profile`.
+        """
+        if self.num_candidates is None:
+            everybody = torch.arange(rnd.task.population).expand(len(rnd.ids), -1)
+            asked = selection.keep_allowed(everybody, rnd.candidates)
+        else:
+            asked = draw_peers_uniformly(rnd, self.num_candidates, purpose="candidates")
+        inbox = rnd.exchange.pull(Message(state.params[:, :0], profile), asked)
+        value = compare_profiles(profile, inbox, self.similarity, self.eps)
+        memory: PeerSimilarities | PeerTable = state.memory
+        cost = {
+            "extra_floats": inbox.mask.sum(1) * count_numbers(profile),
+            "extra_bytes": inbox.bytes.sum(1),
+        }
+        if self.sketch is None:
+            # The own model alone is run.
+            cost["passes"] = torch.full_like(rnd.ids, rnd.task.num_public_samples)
+        return memory.with_measurements(inbox.peers, value, inbox.mask, reads=False), cost
+
+    def _pull_with_profiles(
+        self, rnd: Round, message: Message, peers: Tensor, profile: Profile, cost: dict[str, Tensor]
+    ) -> MeasuredInbox:
+        """Read models, and compare by the profiles that came with them, as with all others."""
+        inbox = rnd.exchange.pull(message, peers)
+        floats = cost["extra_floats"] + inbox.mask.sum(1) * count_numbers(profile)
+        value = compare_profiles(profile, inbox, self.similarity, self.eps)
+        return MeasuredInbox(inbox, value, {**cost, "extra_floats": floats})
 
     def aggregation_weights(
         self, rnd: Round, measured: MeasuredInbox, prior: Float[Tensor, "clients peers"]
@@ -695,7 +809,9 @@ class Dac(PeerMethod):
         scored = peers * (self.similarity in _BY_OUTPUTS)
         scored += self.similarity == "agreement"  # the client's own model is run too
         cost = cost_of_reading(setting, peers, scored=scored)
-        if self.similarity == "cos_grad" and setting.start_apart:
+        if self.compares_profiles:
+            cost += self._cost_of_profiles(setting, peers)
+        elif self.similarity == "cos_grad" and setting.start_apart:
             cost += Cost(extra_models=peers, bytes=peers * setting.num_compared * size)
         # a similarity for each member, and whether it counts; in a table an id in place of that
         number, mark = self.count_scores(setting.population), 1
@@ -718,6 +834,22 @@ class Dac(PeerMethod):
                 bytes=pushed * ((setting.params + 1) * size + with_model) + requests + answers,
             )
         return cost
+
+    def _cost_of_profiles(self, setting: CostSetting, peers: int) -> Cost:
+        """Count a profile of each candidate, and one with each model."""
+        candidates, passes = setting.num_others, 0
+        if self.num_candidates is not None:
+            candidates = min(self.num_candidates, candidates)
+        if self.sketch is not None:
+            numbers, size = self.sketch, self.sketch * setting.number_bytes
+        else:
+            # a class of 4 bytes each, and the checksum of the set
+            numbers, size = setting.predictions + 1, setting.predictions * 4 + 8
+            passes = setting.public_samples
+        read = candidates + peers
+        return Cost(
+            extra_floats=read * numbers, messages=candidates, bytes=read * size, passes=passes
+        )
 
 
 DacVar = make_variant(

@@ -91,8 +91,17 @@ class PeerTable:
         peers: Int[Tensor, "clients peers"],
         similarity: Float[Tensor, "clients peers"],
         mask: Bool[Tensor, "clients peers"],
+        *,
+        reads: bool = True,
     ) -> "PeerTable":
-        """Return a copy with measured similarities, which all stay in it in this round."""
+        """Return a copy with measured similarities, which all stay in it in this round.
+
+        Args:
+            peers: ids of the peers, at most as many as the table has members.
+            similarity: that was measured.
+            mask: which peers answered.
+            reads: whether models were read, which `count` counts.
+        """
         ids, values, status, count = map(
             _empty_like, (self.ids, self.similarity, self.status, self.count)
         )
@@ -108,7 +117,7 @@ class PeerTable:
                 torch.zeros_like(asked),
                 torch.where(read, similarity[rows].double(), 0),
                 torch.full_like(asked, MEASURED),
-                before + 1,
+                before + int(reads),
             )
             merged = _Entries.of_table(mine, torch.ones_like(mine.ids)).join(measured)
             merged.write_into(new.select_rows(rows), stays=merged.rank == 0)

@@ -66,6 +66,9 @@ class PublishedDac(Dac):
         drawn = self.selection is None or self.aggregation != "fedsim_prior"
         expected = "another one with selection: a rule draws with no probability"
         require(drawn, "aggregation", self.aggregation, expected)
+        asks = not (self.compares_profiles and self.asks_history)
+        expected = "'current' where sketches or predictions are compared"
+        require(asks, "two_hop_scope", self.two_hop_scope, expected)
         if self.table is not None:
             asked, sharpness = self.two_hop_scope, self.tau_schedule
             require(asked == "current", "two_hop_scope", asked, "'current' with a table")
@@ -88,9 +91,9 @@ class PublishedDac(Dac):
 
     def publish(self, task: Task, state: State, exchange: int = 0) -> Message:
         """Publish the model, and the similarities alone where earlier peers are asked for them."""
-        # With "pull" the only later exchange is the one that asks earlier peers; with "push" the
-        # base class refuses.
-        if exchange and self.loss_direction == "pull":
+        # With "pull" the only later exchange is the one that asks earlier peers, or that of models
+        # behind the one of profiles; with "push" the base class refuses.
+        if exchange and self.asks_history and self.loss_direction == "pull":
             return Message(state.params[:, :0], self.scores_to_share(state))
         return super().publish(task, state, exchange)
 

@@ -238,3 +238,36 @@ def test_print_tells_of_several_tensors_and_of_whole_numbers():
     )
     assert "age: 3 numbers + 1 whole numbers" in str(federation)
     assert "1 whole numbers\n" in str(federation)
+
+
+def with_public(seed=1):
+    other = tiny_federation(2, 1, seed=seed)
+    return tiny_federation().with_public_set(other), other
+
+
+def test_a_public_set_is_all_samples_of_its_clients_and_stays_with_who_is_hosted(tmp_path):
+    data, other = with_public()
+    assert data.public is not None
+    expected = torch.cat([other.x.flatten(0, 1), other.tests[0].x])
+    assert torch.equal(data.public.x, expected)
+    assert torch.equal(data.public.y, torch.cat([other.y.flatten(), other.tests[0].y]))
+    data.save(tmp_path / "data.safetensors")
+    loaded = Federation.load(tmp_path / "data.safetensors")
+    for one in (data.host([3]), data.select_clients(torch.tensor([1, 2])), loaded):
+        assert one.public is not None
+        assert torch.equal(one.public.x, expected)
+    assert loaded.compute_fingerprint() == data.compute_fingerprint()
+    fingerprints = [
+        one.compute_fingerprint() for one in (tiny_federation(), data, with_public(2)[0])
+    ]
+    assert len(set(fingerprints)) == 3
+    assert f"public set           {len(expected)} samples" in str(data)
+
+
+def test_a_public_set_of_another_form_is_refused():
+    for other in (tiny_federation(features=(5,)), tiny_federation(kind="labels")):
+        with pytest.raises(
+            DataError,
+            match=r"the public set has inputs .*; expected inputs \[4\] of floats, targets \[\]",
+        ):
+            tiny_federation().with_public_set(other)

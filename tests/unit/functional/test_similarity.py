@@ -196,3 +196,23 @@ def test_agreement_is_one_minus_the_total_variation_of_what_is_predicted():
 def test_numbers_are_no_predictions_of_classes():
     with pytest.raises(ConfigError, match=r"'agreement' compares predicted classes, .* 'inv_loss'"):
         similarity.agree_on_predictions("numbers", normal(3), normal(3), normal(3))
+
+
+def test_predicted_classes_are_those_of_finite_outputs_that_count():
+    """Worked by hand: the larger of two, the sign of a label; -1 where a number is missing or a position does not count."""
+    outputs = torch.tensor([[1.0, 2.0], [3.0, 0.0], [math.nan, 0.0], [math.inf, 0.0]])
+    targets = torch.zeros(4, dtype=torch.int64)
+    assert similarity.predict_classes("class", outputs, targets).tolist() == [1, 0, -1, -1]
+    labels = similarity.predict_classes("labels", outputs - 1.5, outputs)
+    assert labels.tolist() == [[0, 1], [1, 0], [-1, 0], [-1, 0]]
+    places = torch.tensor([[5, -100], [0, 1]])
+    found = similarity.predict_classes("positions", outputs.view(2, 2, 2), places)
+    assert found.tolist() == [[1, -1], [-1, -1]]
+
+
+def test_the_share_of_equal_classes_is_of_those_that_the_receiver_predicts():
+    own = torch.tensor([[1, 2, -1, 0], [-1, -1, -1, -1]])
+    table = torch.tensor([[1, 2, 3, 1], [0, 2, -1, -1]])
+    index, mask = torch.tensor([[0, 1, 0], [0, 1, 1]]), torch.tensor([[True, True, False]] * 2)
+    found = similarity.share_of_equal_classes(own, table, index, mask)
+    assert found.tolist() == [[pytest.approx(2 / 3), pytest.approx(1 / 3), 0], [0, 0, 0]]

@@ -438,15 +438,17 @@ def test_impossible_settings_are_refused(fields, message):
 def test_an_unknown_word_is_refused():
     with pytest.raises(
         ConfigError,
-        match=r"dac: similarity is 'loss'; expected 'inv_loss', .*'cos_grad', 'cos_product' or 'agreement'",
+        match=r"dac: similarity is 'loss'; expected 'inv_loss', .*'cos_product', 'agreement' or 'public_agreement'",
     ):
         Dac(similarity="loss")  # type: ignore[arg-type]
 
 
 def test_exchanges_are_counted_by_what_is_asked():
-    """One; three to be answered; one more to ask earlier peers."""
+    """One; three to be answered; one more to ask earlier peers, or for sketches and predictions."""
     assert Dac().exchanges == 1
     assert Dac(loss_direction="push").exchanges == 3
+    assert Dac(similarity="cos_grad", sketch=64).exchanges == 2
+    assert Dac(similarity="public_agreement").exchanges == 2
     assert PublishedDac(two_hop_scope="history").exchanges == 2
     assert PublishedDac(two_hop_scope="history", two_hop=False).exchanges == 1
 

@@ -958,6 +958,35 @@ def test_nodes_merge_and_compare_adapters_as_the_simulation_does(tmp_path, kind,
         network.close()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"similarity": "public_agreement"},
+        {"similarity": "cos_product", "sketch": 8, "num_candidates": 3},
+        {"similarity": "cos_grad", "sketch": 8, "table": 4, "num_candidates": 2},
+    ],
+    ids=["predictions", "sketches of products", "sketches in a table"],
+)
+def test_nodes_compare_what_is_published_without_models_as_the_simulation_does(tmp_path, options):
+    """What is refused, or comes late, would show in who is drawn."""
+    public = replace(tiny_federation(1, 1, seed=4), tests=())
+    data, settings = FEDERATION.with_public_set(public), tiny_settings(engine="loop")
+    plan = RunSpec(METHODS["dac"](num_peers=2, **options), settings, LowRank, "low-rank", seed=3)
+    network = Network(tmp_path, plan)
+    try:
+        for number in range(6):
+            network.node(number, federation=data)
+        network.run()
+        run = simulate(data, plan.method, model=LowRank, settings=settings, seed=3)
+        best = torch.cat([network.nodes[i].loop.tracker.best for i in range(6)])
+        assert torch.equal(best, run.params)
+        assert joined(network, "edges").equals(table(run.edges))
+        assert joined(network, "metrics").equals(table(run.metrics))
+    finally:
+        network.close()
+
+
 def small() -> nn.Module:
     """Two layers, the first of which gets an adapter."""
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))

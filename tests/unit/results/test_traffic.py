@@ -115,23 +115,30 @@ RUNS = [
     (Dac(num_peers=2, similarity="inv_l2", two_hop=False), "shared"),
     (PublishedDac(num_peers=5, two_hop_scope="history"), "shared"),
     (Dac(num_peers=5, loss_direction="push"), "shared"),
+    (Dac(num_peers=2, similarity="cos_weight", sketch=8, num_candidates=3), "shared"),
+    (Dac(num_peers=2, similarity="cos_grad", sketch=8, two_hop=False), "per_client"),
+    (Dac(num_peers=2, similarity="public_agreement", num_candidates=9), "shared"),
     (Pens(num_sampled=3, num_kept=1, stage_one_rounds=9), "shared"),
     (PanmLoss(num_peers=2, num_candidates=3), "shared"),
     (PanmGrad(num_peers=2, num_candidates=3, alpha=0.5), "shared"),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*clients start from different models")
 @pytest.mark.parametrize(("method", "init"), RUNS, ids=lambda v: getattr(v, "kind", v))
 def test_what_is_predicted_is_what_is_counted(method, init):
     """Models, bytes, passes and everything beside, per client and round, in a run in which everybody answers."""
-    federation = tiny_federation()
+    federation = tiny_federation().with_public_set(replace(tiny_federation(1, 1), tests=()))
     run = simulate(federation, method, model="linear", settings=tiny_settings(rounds=3, init=init))
     counted = (
         run.metrics[run.metrics["split"] == "train"]
         .groupby(["round", "metric"], observed=True)["value"]
         .sum()
     )
-    setting = CostSetting(population=6, params=15, samples=12, group=3, number_bytes=8)
+    setting = CostSetting(
+        population=6, params=15, samples=12, group=3, number_bytes=8, public_samples=16,
+        predictions=16, start_apart=init == "per_client",
+    )  # fmt: skip
     for round in range(3):
         read = run.edges[(run.edges["round"] == round) & (run.edges["purpose"] != "missing")]
         found = {
