@@ -23,7 +23,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from coterie._util.mappings import number_items, prefix_keys, select_prefix
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, TransportError
 from coterie.exchange.base import Inbox, Message, check_peers, make_inbox
 from coterie.exchange.narrowed import narrow_message
 from coterie.functional import metrics
@@ -192,6 +192,18 @@ class Ages:
 # ---------------------------------------------------------------- what has come
 
 
+def _submit(pool: ThreadPoolExecutor, work: Callable[..., None], *arguments: Any) -> None:
+    """Do work in the background.
+
+    Raises:
+        TransportError: when this node is closed.
+    """
+    try:
+        pool.submit(work, *arguments)
+    except RuntimeError:  # the pool is shut down
+        raise TransportError("this node is closed and sends no more requests") from None
+
+
 @dataclass(frozen=True)
 class _Kept:
     delivery: Delivery
@@ -305,7 +317,7 @@ class NewestMessages:
                     answers[client].set_result(reason)
 
         for start in range(min(_OF_A_MEMBER, len(clients))):
-            self._pool.submit(ask_in_turn, clients[start::_OF_A_MEMBER])
+            _submit(self._pool, ask_in_turn, clients[start::_OF_A_MEMBER])
         return answers
 
     def _end(self, name: str, seconds: float, reason: str) -> None:
@@ -409,6 +421,7 @@ class FreeExchange(RemoteExchange):
         # Whether nobody who was asked in this round has published anything yet.
         self.is_early = False
         self._watching: set[str] = set()
+        self._rewound: deque[dict[str, Any]] = deque()  # heads that went back in rounds
         self._turn = 0
         self._watchers = ThreadPoolExecutor(_WATCHING, "coterie-watch")
         self._keys: dict[str, str] = {}
@@ -425,6 +438,9 @@ class FreeExchange(RemoteExchange):
         self.found, self.is_early = {}, False
         # Nobody is left out for being slow: nobody waits for it.
         self._slow, self._down = set(), self._unreachable_clients()
+        # Here, since the journal takes lines of one thread.
+        while self._rewound:
+            self.post.journal({"event": "refused", "round": rng.round, **self._rewound.popleft()})
         if self.is_watching:
             self._watch()
 
@@ -449,7 +465,7 @@ class FreeExchange(RemoteExchange):
             name = others[(self._turn + place) % len(others)]
             if name not in self._watching:
                 self._watching.add(name)
-                self._watchers.submit(self._look_at, name, self._rng.round)
+                _submit(self._watchers, self._look_at, name, self._rng.round)
         self._turn += number
 
     def _look_at(self, name: str, round: int) -> None:
@@ -459,10 +475,7 @@ class FreeExchange(RemoteExchange):
             head = self._ask_head(name)
             if head is not None and not self.ages.note_head(asked, head):
                 text = f"its head is of round {head.round}, after one of {asked.floor[1]}"
-                self.post.journal(
-                    {"event": "refused", "round": round, "peer": name, "code": "rewound",
-                     "text": text}
-                )  # fmt: skip
+                self._rewound.append({"peer": name, "code": "rewound", "text": text})
         finally:
             self._watching.discard(name)
 

@@ -316,7 +316,7 @@ class Node:
         if self.plan.settings.schedule != "synchronous":
             raise ConfigError(
                 f"schedule is {self.plan.settings.schedule!r}; between machines there is only "
-                "'synchronous'"
+                "'synchronous'; nodes that wait for nobody have pace = 'free'"
             )
         if self.plan.settings.time is not None:
             raise ConfigError("time is set; between machines time is real: leave it out")

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,12 @@ from hypothesis import strategies as st
 from tests.training import intercept_training
 from tests.unit.net.test_node import Network
 
-from coterie.errors import ConfigError, PeerMismatch
+from coterie.errors import ConfigError, PeerMismatch, TransportError
 from coterie.exchange.base import Message
 from coterie.methods import METHODS
 from coterie.net import local
 from coterie.net.free import Ages, FreeExchange
-from coterie.net.head import Head
+from coterie.net.head import Head, check_study, study_hash
 from coterie.net.node import Node, RunSpec
 from coterie.net.outbox import Missing
 from coterie.net.post import Post, Terms
@@ -154,6 +155,23 @@ def test_members_with_two_paces_do_not_start(networks, odd):
     assert isinstance(errors[1], PeerMismatch)
 
 
+def test_who_has_the_pace_of_the_roster_goes_on_without_the_one_that_has_another(networks):
+    network = networks()
+    first = network.node(0)
+    other = free_plan(pace="common", max_staleness=None)
+    network.roster = replace(network.roster, study=study_hash(first.settings))
+    second = network.node(1, other)
+    met = {
+        name: replace(head(0), peer=name, study=study_hash(node.settings), schema=node.schema,
+                      settings=node.settings)
+        for name, node in (("n0", first), ("n1", second))
+    }  # fmt: skip
+    odd = check_study(network.roster, first.settings, first.schema, {"n1": met["n1"]}, "n0")
+    assert odd == ["n1"]
+    with pytest.raises(PeerMismatch, match="n0 has pace = 'free' and n1 has 'common'"):
+        check_study(network.roster, second.settings, second.schema, {"n0": met["n0"]}, "n1")
+
+
 # ---------------------------------------------------------------- how old
 
 
@@ -222,14 +240,11 @@ def test_what_is_known_of_others_outlasts_a_restart():
 # ---------------------------------------------------------------- the exchange, step by step
 
 
-class AtOnce:
+class AtOnce(ThreadPoolExecutor):
     """Does work when it is handed in."""
 
-    def submit(self, function: Any, *arguments: Any) -> None:
-        function(*arguments)
-
-    def shutdown(self, **options: Any) -> None:
-        """Nothing is open."""
+    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Any:
+        function(*arguments, **options)
 
 
 class Reader:
@@ -253,7 +268,7 @@ class Reader:
         self.exchange = FreeExchange(
             self.posts[0], None, max_staleness=max_staleness, ask_head=self.ask_head
         )
-        self.exchange._watchers = AtOnce()  # type: ignore[assignment]
+        self.exchange._watchers = AtOnce()
         self.exchange.is_watching = True
         self.round = -1
         self.began: list[int] = []  # the number of the event with which each round began
@@ -388,6 +403,25 @@ def test_an_older_message_in_place_of_the_newest_is_refused(readers):
     assert reader.posts[0].traffic.missing == {"refused:rewound": 1}
     reader.hub.tamper = None
     assert reader.read(1) == {1: (2, 1)}
+
+
+def test_a_signed_head_that_goes_back_is_in_the_journal(readers):
+    reader = readers()
+    for _ in range(3):
+        reader.send(1)
+    reader.read(1)
+    reader.senders[1] = 0
+    reader.read(1)
+    reader.read(1)
+    refused = [event for event in reader.journal if event["event"] == "refused"]
+    assert [(event["peer"], event["code"]) for event in refused] == [("n1", "rewound")]
+
+
+def test_a_node_that_is_closed_asks_no_more(readers):
+    reader = readers()
+    reader.exchange.close()
+    with pytest.raises(TransportError, match="closed"):
+        reader.read(1)
 
 
 def test_a_forged_message_is_refused(readers):
