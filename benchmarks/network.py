@@ -16,6 +16,7 @@
     python benchmarks/network.py fuzz         20,000 damaged messages to and from a running node
     python benchmarks/network.py members      a member attacks two honest nodes, attack by attack
     python benchmarks/network.py pace         one slow member of eight: what the others lose
+    python benchmarks/network.py free         twelve that wait for nobody, two of them ten times slower
     python benchmarks/network.py idle         processor time of a node that waits for 999 others
     python benchmarks/network.py meet         forty nodes: until each has met all others
     python benchmarks/network.py inside       200 nodes in one program: a whole run, and its bytes
@@ -69,6 +70,7 @@ MEASUREMENTS = {
     "fuzz": network_attack.fuzz,
     "members": network_members.members,
     "pace": network_pace.pace,
+    "free": network_pace.free,
     "idle": network_idle.idle,
     "meet": network_idle.meet,
     "inside": network_idle.inside,

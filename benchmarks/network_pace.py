@@ -1,11 +1,12 @@
-"""One slow member of eight: what do the others lose, and who is named?
+"""One slow member of eight, and two of twelve that wait for nobody: what do the others lose?
 
 Eight nodes inside one program, with certificates and mutual TLS. Each node is that of `coterie
-node`, with its default settings.
+node`, with its default settings. The twelve are processes.
 """
 
 import json
 import statistics
+import sys
 import threading
 import time
 from collections import Counter
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import netlab
+import pandas as pd
 
 from coterie.net import fleet, nodefile
+from coterie.net import replay as replays
 from coterie.net.node import Node
 from coterie.net.process import open_node
 from coterie.net.transport import WAIT
@@ -146,3 +149,59 @@ def pace(emit: netlab.Emit, folder: Path, names: list[str] | None = None) -> Non
     order = names or ["none", "drip", "none", "drip", "tarpit", "late client"]
     for number, name in enumerate(order):
         emit(play(folder / str(number), name, PORT + 10 * number))
+
+
+# ---------------------------------------------------------------- nodes that wait for nobody
+
+FREE_NODES, FREE_SLOW, FREE_ROUNDS = 12, 2, 20
+TRAINING, TIMES = 0.8, 10  # seconds of a training; how many times as long a slow one takes
+FREE = """
+pace = "free"
+max_staleness = 30
+"""
+
+
+def _wait_for_nobody(folder: Path, slow: int, port: int) -> netlab.Result:
+    """Run twelve processes, of which the last ones are slow, and repeat the run from the journals."""
+    text = STUDY.format(rounds=FREE_ROUNDS, nodes=FREE_NODES, method=DAC)
+    study = netlab.config.parse_study_text(FREE + text)
+    files = fleet.lay_out(folder, study, port=port, network={**NETWORK, "linger": 60.0})
+    names, script = list(files), Path(__file__).parent / "_slow_node.py"
+    seconds = {name: TRAINING for name in names}
+    for name in names[FREE_NODES - slow :]:
+        seconds[name] *= TIMES
+    behind = {name: [sys.executable, str(script), str(seconds[name])] for name in names}
+    (folder / "logs").mkdir()
+    with fleet.Fleet(files, logs=folder / "logs", behind=behind) as nodes:
+        for name in names:
+            nodes.start(name)
+        nodes.wait(900)
+    runs = [netlab.folder_of(folder / "nodes" / name, study) for name in names]
+    took, ages, missing = [], list[float](), 0
+    for run in runs:
+        frame = pd.read_parquet(run / "metrics.parquet")
+        ends = frame.loc[(frame["metric"] == "elapsed_seconds").to_numpy(), "value"].to_numpy()
+        took.append(float(ends[-1] - ends[AFTER - 1]) / (FREE_ROUNDS - AFTER))
+        edges = pd.read_parquet(run / "edges.parquet")
+        missing += int((edges["purpose"].to_numpy() == "missing").sum())
+        ages += [float(age) for age in edges["age"].to_numpy() if age >= 0]
+    began = time.perf_counter()
+    plan, roster, members = replays.load_members(list(files.values()))
+    loops = replays.replay(plan, roster, members)
+    equal = [not replays.compare_with_stored(one, loops[one.name]) for one in members]
+    fast = took[: FREE_NODES - slow]
+    return {
+        "nodes": FREE_NODES, "slow": slow, "times": TIMES, "training_s": TRAINING,
+        "rounds": FREE_ROUNDS, "after": AFTER,
+        "s_a_round": round(statistics.median(fast), 4), "slowest_s_a_round": round(max(fast), 4),
+        "s_a_round_of_the_slow": [round(each, 3) for each in took[FREE_NODES - slow :]],
+        "read": len(ages), "missing": missing, "mean_age": round(statistics.mean(ages), 2),
+        "oldest": int(max(ages)), "equal_to_the_byte": sum(equal),
+        "replay_s": round(time.perf_counter() - began, 1),
+    }  # fmt: skip
+
+
+def free(emit: netlab.Emit, folder: Path) -> None:
+    """Twelve nodes that wait for nobody: all alike, two of them slow, and all alike again."""
+    for number, slow in enumerate((0, FREE_SLOW, 0)):
+        emit(_wait_for_nobody(folder / str(number), slow, PORT + 100 + 20 * number))

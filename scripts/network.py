@@ -228,6 +228,28 @@ def paced(found: Results) -> str:
     )
 
 
+def unhurried(found: Results) -> str:
+    """Return the part on nodes that wait for nobody."""
+    first = found[0]
+    rows = [
+        (r["slow"], f"{r['s_a_round']:.3f}", f"{r['slowest_s_a_round']:.3f}",
+         range_of(r["s_a_round_of_the_slow"], "") if r["slow"] else "–", f"{r['missing']} of {r['read'] + r['missing']}",
+         f"{r['mean_age']:g}", r["oldest"], f"{r['equal_to_the_byte']} of {r['nodes']}", f"{r['replay_s']:g}")
+        for r in found
+    ]  # fmt: skip
+    head = ("slow members", "s a round of the others, median", "of the slowest of them", "of the slow ones",
+            "reads without a message", "mean age", "oldest", "members repeated to the byte", "s of the repetition")  # fmt: skip
+    alike = [r["s_a_round"] for r in found if not r["slow"]]
+    slowed = [r["s_a_round"] for r in found if r["slow"]]
+    change = 100 * (sum(slowed) / len(slowed) / (sum(alike) / len(alike)) - 1)
+    return (
+        f'{first["nodes"]} nodes as processes with `pace = "free"`, mutual TLS, DAC. A training takes {first["training_s"]:g} s '
+        f"(with a pause in it), that of a slow member {first['times']} times as long; rounds from number {first['after']} on. "
+        f"With slow members the median pace of the others changes by {change:+.1f} %. Ages are in rounds of the reader.\n\n"
+        + table(head, rows)
+    )
+
+
 def waited(found: Results) -> str:
     """Return the part on a node that waits for many."""
     (r,) = found
@@ -426,6 +448,7 @@ SECTIONS = (
     ("Long run", "network/soak", soak),
     ("An hour", "network/hour", hour),
     ("One slow member", "network/pace", paced),
+    ("Nodes that wait for nobody", "network/free", unhurried),
     ("Waiting for many", "network/idle", waited),
     ("Meeting", "network/meet", met),
     ("Many nodes in one program", "network/inside", inside),
