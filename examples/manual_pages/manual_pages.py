@@ -22,6 +22,7 @@ PRETRAINED = ("de",)  # what the model has seen; of a model of all six, clients 
 CLIENTS = 4  # of each language
 LENGTH = 64  # bytes of a sample
 SAMPLES, TESTED = 70, 60  # of a client: to train and validate, and to test
+PUBLIC = 2  # samples of each language that all clients have
 BYTES = 256
 
 
@@ -59,8 +60,13 @@ def share_pages(pages: list[bytes], part: int) -> list[bytes]:
 
 
 def federation(pages: str | None = None, seed: int = 0) -> coterie.Federation:
-    """Return the clients; each has pages that no other has, and all of a language share the test's."""
+    """Return the clients; each has pages that no other has, and all of a language share the test's.
+
+    All have a few samples of every language, from pages that are no client's.
+    """
     draw, texts = np.random.default_rng(seed), load_pages(pages)
+    other = np.random.default_rng([seed, 1])
+    shared = np.concatenate([cut_windows(share_pages(texts[one], 0), PUBLIC, other) for one in LANGUAGES])
     owned, tests, clusters = {}, {}, {}
     for number, language in enumerate(LANGUAGES):
         held_out = cut_windows(share_pages(texts[language], 1), TESTED, draw)
@@ -70,7 +76,7 @@ def federation(pages: str | None = None, seed: int = 0) -> coterie.Federation:
             tests[name], clusters[name] = held_out, number
     ids = np.concatenate(list(owned.values()))
     tested = np.concatenate(list(tests.values()))
-    return coterie.from_arrays(
+    data = coterie.from_arrays(
         {"input_ids": ids},
         ids,
         clients=[name for name, one in owned.items() for _ in one],
@@ -79,6 +85,7 @@ def federation(pages: str | None = None, seed: int = 0) -> coterie.Federation:
         split=coterie.Split(train=SAMPLES - 10, validation=10),
         name="manual-pages",
     )
+    return data.with_public_set(coterie.from_arrays({"input_ids": shared}, shared, num_clients=1))
 
 
 def pretrain(folder: str, pages: str | None = None, steps: int = 1500) -> list[float]:

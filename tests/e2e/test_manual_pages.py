@@ -49,6 +49,11 @@ def test_each_client_has_pages_of_one_language_that_nobody_else_has(example, tmp
     mixed = {ord(one[:1]) for k in example.PRETRAINED for one in example.share_pages(
         example.load_pages(str(tmp_path / "pages.parquet"))[k], 0)}  # fmt: skip
     assert not mixed & set(seen)
+    # The public set is two samples of each language, of pages that are no client's.
+    public = set(np.unique(data.public.x).astype(int)) - {ord("\n")}
+    assert {(one - 33) // 12 for one in public} == set(range(6))
+    assert not public & set(map(int, seen))
+    assert len(data.public.x) == 12
 
 
 @pytest.mark.slow
@@ -56,7 +61,7 @@ def test_the_study_runs_on_made_up_pages(example, tmp_path):
     losses = example.pretrain("small-gpt2", steps=60)
     assert np.mean(losses[-5:]) < losses[0] - 1
     sent = {}
-    for name, methods in {"manual-pages": 10, "manual-pages-ffa": 2}.items():
+    for name, methods in {"manual-pages": 12, "manual-pages-ffa": 2}.items():
         (tmp_path / f"{name}.toml").write_text((FOLDER / f"{name}.toml").read_text())
         given = ["run", f"{name}.toml", "--set", "rounds=1", "--set", "seeds=[0]"]
         # In this process, where tests.hugging has been imported.
