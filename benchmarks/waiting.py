@@ -1,12 +1,13 @@
-"""Wait for slow clients in each round, or for nobody: the studies `stragglers/*` after equal time.
+"""Wait for slow clients, to a deadline, or for nobody: the studies `stragglers/*` after equal time.
 
     python benchmarks/waiting.py --out docs/reference/runs/waiting/stragglers.json
     python benchmarks/waiting.py --runs runs --seeds 2
 
 Each study runs with slow clients that take 1, 2, 5 and 10 times as long as the others. What is
-compared is the test accuracy of a method that waits with that of the same method that does not,
-when both have taken as many seconds of virtual time, by seed and client. Runs are kept below
-`--runs`: the same command goes on where it was stopped.
+compared is the test accuracy of a method that waits with that of the same method that does not, or
+not beyond a deadline, when both have taken as many seconds of virtual time, by seed and client. Runs
+are kept below `--runs`: the same command goes on where it was stopped. CIFAR-10 is read from the
+folder that the environment variable COTERIE_DATA names.
 """
 
 import argparse
@@ -20,10 +21,11 @@ from coterie.results.pairs import Pair
 from coterie.studies.config import load_study
 from coterie.studies.run import run_study
 
-STUDIES = ("stragglers/digits", "stragglers/hospitals")
+STUDIES = ("stragglers/digits", "stragglers/cifar10", "stragglers/hospitals")
 SLOWER = (1, 2, 5, 10)
 """How many times as long as the others slow clients take."""
-NO_WAITING = ", no waiting"
+WAYS = ("no waiting", "deadline")
+"""What a method's label ends with that does not wait for everybody."""
 SPEAKS_OF = ("data", "engine", "exchange", "methods", "runtime", "simulation", "studies/builtin")
 
 
@@ -33,29 +35,48 @@ def list_seconds(study: str, slower: int) -> list[int]:
     return [slower if seconds > 1 else 1 for seconds in time["round_seconds"]]
 
 
+def list_changes(study: str, slower: int) -> list[str]:
+    """Return what makes slow clients of a study so slow, in all its methods.
+
+    In step, methods do as many rounds as fit into the time that the others take: later ones are not
+    compared.
+    """
+    seconds, asked = list_seconds(study, slower), load_study(study)
+    changes = [f"time.round_seconds={seconds}"]
+    for method in asked.methods:
+        time = method.settings.time or {}
+        if "deadline_seconds" in time:
+            changes.append(f'methods."{method.label}".time.round_seconds={seconds}')
+        elif method.settings.schedule == "synchronous":
+            rounds = method.settings.rounds // slower
+            changes.append(f'methods."{method.label}".rounds={rounds}')
+    return changes
+
+
 def run_point(study: str, slower: int, out: Path, seeds: int | None, workers: int) -> EqualBudget:
     """Run a study at one speed of its slow clients, and rank its methods at equal time."""
     name = f"{study}-{slower}".replace("/", "-")
-    changes = [f"time.round_seconds={list_seconds(study, slower)}", f'name="{name}"']
+    changes = [*list_changes(study, slower), f'name="{name}"']
     if seeds is not None:
         changes.append(f"seeds={seeds}")
     run_study(load_study(study, changes), out=out, workers=workers)
     return rank_at_equal_budget(out / name, unit="seconds")
 
 
-def compare_schedules(found: EqualBudget) -> Iterator[dict[str, Any]]:
-    """Return for each method how much better it is without waiting, after equal time."""
+def compare_ways(found: EqualBudget) -> Iterator[dict[str, Any]]:
+    """Return for each method how much better it is when it does not wait, after equal time."""
     rows = {row.label: row for row in found.rows}
     for label, waits in rows.items():
-        free = rows.get(label + NO_WAITING)
-        if free is None:
-            continue
-        pair = find_pair(found, free.label, label)
-        yield {
-            "method": label, "seconds": found.budget, "seeds": len(found.seeds),
-            "rounds that wait": waits.rounds, "in step": waits.value, "no waiting": free.value,
-            "difference": pair.difference, "low": pair.low, "high": pair.high, "overlap": pair.overlap,
-        }  # fmt: skip
+        for way in WAYS:
+            free = rows.get(f"{label}, {way}")
+            if free is None:
+                continue
+            pair = find_pair(found, free.label, label)
+            yield {
+                "method": label, "way": way, "seconds": found.budget, "seeds": len(found.seeds),
+                "rounds that wait": waits.rounds, "in step": waits.value, "value": free.value,
+                "difference": pair.difference, "low": pair.low, "high": pair.high, "overlap": pair.overlap,
+            }  # fmt: skip
 
 
 def find_pair(found: EqualBudget, one: str, other: str) -> Pair:
@@ -80,7 +101,7 @@ def main() -> None:
     for study in STUDIES:
         for slower in SLOWER:
             found = run_point(study, slower, given.runs, given.seeds, given.workers)
-            for row in compare_schedules(found):
+            for row in compare_ways(found):
                 rows.append({"study": study, "times slower": slower, **row})
                 print(rows[-1], flush=True)
     if given.out:
