@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.selection import first_only
 
+from coterie.data.federation import Federation, TestSet
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError
 from coterie.exchange.base import Message
@@ -14,6 +15,7 @@ from coterie.methods import METHODS
 from coterie.methods.fedavg import OneModel
 from coterie.methods.sosicfl import SimplexMethod
 from coterie.rng import Rng
+from coterie.runtime.settings import Settings
 from coterie.runtime.virtual_time import FedAsyncRule, FedBuffRule
 from coterie.simulation._asynchronous_server import AsynchronousServerLoop, _ServerDoor
 from coterie.simulation.run import simulate
@@ -179,6 +181,82 @@ def test_staleness_is_counted_in_models_of_the_server():
     assert table["staleness"].loc[:1].tolist() == [0.0, 5.0]
     assert table["staleness_seconds"].loc[:1].tolist() == [1.0, 5.0]
     assert table["own_rounds"].tolist() == [5, 1, 0, 0, 0, 0]
+
+
+# ---------------------------------------------------------------- a problem whose answer is known
+
+
+def pull_to_targets(targets, *, seconds, lr, spans, server, span=1.0):
+    """FedAvg of one number w: client i has the loss (w - c_i)^2. Return w after each span of time."""
+    number, samples = len(targets), 4
+    y = torch.tensor(targets, dtype=torch.float64)[:, None, None].expand(number, samples, 1).clone()
+    federation = Federation(
+        x=torch.ones(number, samples, 1, dtype=torch.float64),
+        y=y,
+        split=torch.tensor([[0, 0, 0, 1]]).expand(number, -1).clone(),
+        # of zeros, so that the loss is w^2
+        tests=(TestSet(torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, 1).double(), "zero"),),
+        test_of=torch.zeros(number, dtype=torch.int64),
+        ids=torch.arange(number),
+        population=number,
+        classes=0,
+        name="targets",
+    )
+    chosen = Settings(
+        rounds=spans,
+        local=LocalTraining(steps=1, epochs=1, batch_size=samples, optimizer="sgd", lr=lr),
+        dtype="float64",
+        check=False,
+        eval_every=1,
+        schedule="asynchronous",
+        time={"round_seconds": seconds, "record_seconds": span, "server": server},
+    )
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 1.0)
+    result = simulate(federation, METHODS["fedavg"](), model=model, settings=chosen)
+    table = result.metrics
+    keep = (table["split"] == "test") & (table["metric"] == "loss") & (table["client"] == 0)
+    # w stays above zero in all that follows
+    return table[keep & (table["model"] == "current")]["value"].to_numpy() ** 0.5
+
+
+def test_in_step_fedbuff_finds_the_optimum():
+    """Of the mean of the losses that is the mean of the targets, and each step goes 2 lr of the way."""
+    found = pull_to_targets(
+        [0.0, 1.0, 2.0, 5.0], seconds=1.0, lr=0.1, spans=30, server={"kind": "fedbuff", "buffer": 4}
+    )
+    assert found == pytest.approx(2 - 0.8 ** np.arange(1, 31), rel=1e-9)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("exponent", [0.0, 0.5])
+def test_slow_clients_count_by_their_rate_and_the_weight_of_their_staleness(exponent):
+    """Nguyen et al.: an update weighs 1 / sqrt(1 + staleness). Four clients send an update a second,
+    one does so every ten: where sums of weighted steps vanish, w = sum r s c / sum r s."""
+    found = pull_to_targets(
+        [0.0, 0.0, 0.0, 0.0, 1.0],
+        seconds=[1.0, 1.0, 1.0, 1.0, 10.0],
+        lr=0.01,
+        spans=60,
+        span=10.0,
+        server={"kind": "fedbuff", "buffer": 4, "exponent": exponent},
+    )
+    # in ten seconds 41 updates make ten models
+    weight = (1 + 10) ** -exponent
+    assert found[-10:].mean() == pytest.approx(weight / (40 + weight), rel=0.15)
+
+
+@pytest.mark.full
+def test_a_buffer_takes_the_noise_of_single_clients_out_of_the_model():
+    """FedAsync follows whoever came last; FedBuff's model is the mean over its buffer. Both are near
+    the mean of the targets, 3, since all clients are nearly as fast."""
+    given = {"seconds": [1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.06, 1.07], "lr": 0.1, "spans": 150}
+    targets = [1.0, 5.0] * 4
+    mixed = pull_to_targets(targets, server={"kind": "fedasync", "exponent": 0.0}, **given)
+    buffered = pull_to_targets(targets, server={"kind": "fedbuff", "exponent": 0.0, "buffer": 8}, **given)  # fmt: skip
+    for found in (mixed, buffered):
+        assert found[50:].mean() == pytest.approx(3.0, abs=0.3)
+    assert buffered[50:].std() < mixed[50:].std() / 3
 
 
 # ---------------------------------------------------------------- grouping and stops
