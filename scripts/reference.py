@@ -24,6 +24,7 @@ from coterie.methods import METHODS, registry
 from coterie.methods.dac import Dac
 from coterie.net.nodefile import DataSource, NetworkSettings, NodeFile
 from coterie.net.relay import RelayFile
+from coterie.net.servicefile import Rules, ServiceFile
 from coterie.runtime.settings import Settings
 from coterie.runtime.virtual_time import VirtualTime
 from coterie.studies import config
@@ -222,7 +223,13 @@ def node_file() -> str:
     lines += ["## [data]", "", *rows(DataSource), "", "## [network]", "", *rows(NetworkSettings)]
     relay = [row for row in rows(RelayFile) if not row.startswith("| `folder`")]
     about = "What the file of `coterie relay` can say. Paths are relative to the file."
-    return "\n".join([*lines, "", "## relay.toml", "", about, "", *relay])
+    lines += ["", "## relay.toml", "", about, "", *relay, ""]
+    inner = ("| `data`", "| `rules`", "| `network`", "| `folder`")
+    service = [row for row in rows(ServiceFile) if not row.startswith(inner)]
+    lines += ["## node.toml of a federation's member", ""]
+    lines += ["What the file of `coterie federation serve` can say. `[network]` is that of above; "]
+    lines[-1] += "`[data.ROLE]` is [data] of above, for each role."
+    return "\n".join([*lines, "", *service, "", "### [rules]", "", *rows(Rules)])
 
 
 def pages() -> dict[Path, str]:

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli.app import app
-from coterie.net import nodefile
+from coterie.net import nodefile, servicefile
 from coterie.net.relay import RelayFile
 from coterie.studies.config import load_study, parse_study_text
 
@@ -58,6 +58,7 @@ NOT_RUN = {
     "how-to/cluster.md": 9,
     "how-to/watch-and-track.md": 2,
     "how-to/no-open-port.md": 2,
+    "how-to/standing-federation.md": 3,
 }
 
 
@@ -289,6 +290,9 @@ def test_the_files_of_a_page_are_valid(path, tmp_path, monkeypatch):
         if block.title == "node.toml":
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")
             assert nodefile.load(tmp_path / block.title).data != nodefile.DataSource()
+        elif block.title.endswith("/node.toml"):
+            (tmp_path / "node.toml").write_text(block.text, encoding="utf-8")
+            assert servicefile.load(tmp_path / "node.toml").data.keys() == {"heart"}
         elif block.title == "relay.toml":
             (tmp_path / block.title).write_text(block.text, encoding="utf-8")
             assert RelayFile.load(tmp_path / block.title).tunnels

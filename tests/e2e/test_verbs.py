@@ -1,6 +1,6 @@
 """Each verb of the command line once, as a process of its own, on one small study.
 
-The verbs between machines are in test_net.py and test_net_outbound.py, and `tune` in test_own_data.py; what verbs do in
+The verbs between machines are in test_net.py, test_net_outbound.py and test_federation.py, and `tune` in test_own_data.py; what verbs do in
 particular is tested in process, in tests/unit/cli.
 """
 
@@ -61,6 +61,7 @@ VERBS = {
 }
 """The words that follow each verb, and what its output has in it."""
 ELSEWHERE = {"run", "watch", "up"} | {"tune", "node", "doctor", "net", "relay"}
+ELSEWHERE |= {"federation", "propose", "approve", "decline", "withdraw", "stop"}
 """Verbs with a test of their own: below, and in the files that the docstring names."""
 
 

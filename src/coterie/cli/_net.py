@@ -25,7 +25,7 @@ net = typer.Typer(
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The organizer's folder.")]
 # Not 2, which is a mistake in the command.
 _OPEN = 3  # the exit status when logs cannot settle something
-_SEND = "send it and roster.toml.sig to all members; running nodes adopt it within a round"
+SEND = "send it and roster.toml.sig to all members; running nodes adopt it within a round"
 Insecure = Annotated[
     bool,
     typer.Option(
@@ -45,7 +45,7 @@ def add_commands(app: typer.Typer) -> None:
     app.command("up")(start_nodes)
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
     # Found without an import, which takes seconds.
     for package in ("cryptography", "grpc"):
         if importlib.util.find_spec(package) is None:
@@ -74,7 +74,7 @@ def create_authority(
 
       coterie net init organizer --run three-hospitals
     """
-    _check_packages()
+    check_packages()
     from coterie.net import identity
 
     check_folder(folder)
@@ -114,7 +114,7 @@ def create_member_key(
       coterie net join north 192.0.2.7:7447
       coterie net join south outbound
     """
-    _check_packages()
+    check_packages()
     from coterie.net import identity
 
     check_folder(folder)
@@ -156,7 +156,7 @@ def sign_member(
       coterie net sign organizer south.csr outbound --name south
       coterie net sign organizer relay.csr 192.0.2.9:443 --name relay --relay
     """
-    _check_packages()
+    check_packages()
     from coterie.net import identity, setup
 
     # In a script nobody answers a prompt.
@@ -193,12 +193,12 @@ def remove_member(
 
       coterie net remove organizer north
     """
-    _check_packages()
+    check_packages()
     from coterie.net import setup
 
     made = setup.remove_member(folder, name)
     typer.echo(
-        f"{show_path(folder / 'roster.toml')}, version {made.version}, is without {name}: {_SEND}"
+        f"{show_path(folder / 'roster.toml')}, version {made.version}, is without {name}: {SEND}"
     )
 
 
@@ -225,13 +225,13 @@ def rekey_member(
       coterie net rekey organizer north north.csr
       coterie net rekey organizer north north.csr --address new.north.org:7447
     """
-    _check_packages()
+    check_packages()
     from coterie.net import setup
 
     made = setup.rekey_member(folder, name, request, address=address, days=days)
     typer.echo(f"send {show_path(folder / 'members' / (name + '.pem'))} to {name}")
     typer.echo(
-        f"{show_path(folder / 'roster.toml')}, version {made.version}, has its new key: {_SEND}"
+        f"{show_path(folder / 'roster.toml')}, version {made.version}, has its new key: {SEND}"
     )
 
 
@@ -250,13 +250,13 @@ def move_member(
 
       coterie net move organizer north 192.0.2.9:7447
     """
-    _check_packages()
+    check_packages()
     from coterie.net import setup
 
     made = setup.move_member(folder, name, address)
     typer.echo(
         f"{show_path(folder / 'roster.toml')}, version {made.version}, has {name} at "
-        f"{made.member(name).address}: {_SEND}"
+        f"{made.member(name).address}: {SEND}"
     )
 
 
@@ -278,7 +278,7 @@ def rehearse_links(
 
       coterie net rehearse node.toml
     """
-    _check_packages()
+    check_packages()
     from coterie.net import nodefile, rehearsal
 
     if not rehearsal.rehearse(nodefile.load(file), _report_check, seconds=wait, insecure=insecure):
@@ -320,7 +320,7 @@ def write_roster(
       coterie net roster organizer --study a.toml --features 1,8,8 --classes 10
       coterie net roster roster.toml --check --node node.toml
     """
-    _check_packages()
+    check_packages()
     from coterie.net import setup
 
     if check:
@@ -368,7 +368,7 @@ def replay_run(
 
       coterie net replay north/node.toml south/node.toml west/node.toml
     """
-    _check_packages()
+    check_packages()
     from coterie.net import replay
 
     plan, roster, members = replay.load_members(files)
@@ -414,7 +414,7 @@ def audit_logs(
       coterie net audit runs/north
       coterie net audit north.log south.log --roster roster.toml
     """
-    _check_packages()
+    check_packages()
     from coterie.net import auditor
     from coterie.net import roster as rosters
 
@@ -591,7 +591,7 @@ def run_demo(
 
       coterie net demo
     """
-    _check_packages()
+    check_packages()
     from coterie.net import fleet
     from coterie.studies.run import load_study_results
 
@@ -633,7 +633,7 @@ def run_node(
 
       coterie node node.toml
     """
-    _check_packages()
+    check_packages()
     from coterie.net import process
 
     if role not in (None, "peer", "server"):
@@ -653,7 +653,7 @@ def run_relay(
 
       coterie relay relay.toml
     """
-    _check_packages()
+    check_packages()
     from coterie.net import relay
 
     relay.run_relay(file)
@@ -720,7 +720,7 @@ def run_doctor(
         return
     # One of three was given, and the other two have returned.
     assert file is not None
-    _check_packages()
+    check_packages()
     from coterie.net import doctor as examiner
     from coterie.net import nodefile
 
@@ -805,7 +805,7 @@ def start_nodes(
 
       coterie up roster.toml --nodes nodes
     """
-    _check_packages()
+    check_packages()
     from coterie.net import fleet
     from coterie.net import roster as rosters
 

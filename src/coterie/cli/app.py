@@ -28,7 +28,7 @@ from rich.table import Table
 from coterie import __version__
 from coterie._util.files import show_path
 from coterie._util.names import to_one_line
-from coterie.cli import _audit, _cluster, _compare, _export, _report
+from coterie.cli import _audit, _cluster, _compare, _export, _federation, _report
 from coterie.cli._net import add_commands
 from coterie.cli._stopping import describe_os_error, explain_interruption
 from coterie.errors import (
@@ -297,13 +297,29 @@ def list_studies(
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Include inherited settings and all defaults.")
     ] = False,
+    node: Annotated[
+        Path | None,
+        typer.Option(
+            "--node",
+            metavar="NODE.toml",
+            help="Instead: the studies proposed to this member of a federation, and how they "
+            "stand; with a name, what of that one would leave it.",
+        ),
+    ] = None,
 ) -> None:
     """List the built-in studies; with a name, print its file, to copy and change.
 
-    [bold]Example[/bold]
+    With --node, list the studies that were proposed to a member of a federation.
+
+    [bold]Examples[/bold]
 
       coterie studies rotated-digits > my-study.toml
+      coterie studies --node node.toml
+      coterie studies hearts --node node.toml
     """
+    if node is not None:
+        _federation.list_studies(node, name)
+        return
     from coterie.cli import _catalog
     from coterie.studies import builtin_studies
 
@@ -564,6 +580,7 @@ def _format_warning(message: Warning | str, *_: Any, **__: Any) -> str:
 
 
 add_commands(app)
+_federation.add_commands(app)
 
 
 def _check_words(words: Sequence[str]) -> None:

@@ -263,6 +263,10 @@ class GrpcServer:
         """Return a question of this run as it travels."""
         return canonical_json({"run": self.roster.run, **question})
 
+    async def _check_run(self, run: str, context: Any) -> bool:
+        """Whether a question is of a run that is known here; may end the call instead."""
+        return run == self.roster.run
+
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What goes with a question: without certificates a member is who it says that it is."""
@@ -285,7 +289,7 @@ class GrpcServer:
                 await abort_missing(context, Missing("busy"))
             open_.add(task)
             try:
-                question = await self._read_question(asker, requests, expected)
+                question = await self._read_question(asker, requests, expected, context)
                 if question is None:
                     await abort_missing(context, Missing("forbidden"))
                 self._note_contact(asker)
@@ -329,13 +333,13 @@ class GrpcServer:
         raise AssertionError("the library raises where a call is aborted")
 
     async def _read_question(
-        self, asker: str, requests: AsyncIterator[bytes], expected: Mapping[str, type]
+        self, asker: str, requests: AsyncIterator[bytes], expected: Mapping[str, type], context: Any
     ) -> Question | None:
         try:
             async with asyncio.timeout(_LISTEN):
                 body = await anext(requests)
             fields = parse_fields(body, {"run": str, **expected})
-            if fields["run"] != self.roster.run:
+            if not await self._check_run(fields["run"], context):
                 raise Refused("run", "it is of another run")
             return Question(asker, fields, requests)
         except Refused as refused:

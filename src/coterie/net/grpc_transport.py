@@ -11,9 +11,7 @@ thread, so that a question that waits for its message costs no thread.
 import asyncio
 import math
 import ssl
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -23,8 +21,9 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from coterie._util.mappings import drop_keys
 from coterie.errors import TransportError
-from coterie.net.awake import AwakeClock
+from coterie.net.grpc_run import GrpcRun
 from coterie.net.grpc_server import (
     LOOKAHEAD,
     MAX_FRAME,
@@ -39,26 +38,19 @@ from coterie.net.grpc_server import (
     read_error,
 )
 from coterie.net.identity import Identity, split_address
-from coterie.net.log import RateLimit
-from coterie.net.outbox import NO_LAST, Missing, Outbox
+from coterie.net.outbox import Missing
 from coterie.net.payload import Refused, escape_text
 from coterie.net.proxy import connect_in_thread
 from coterie.net.roster import Member, Roster
-from coterie.net.transport import WAIT, Delivery, HeadSource
 from coterie.net.tunnel import Tunnels
 from coterie.net.wire import (
     CHUNK,
     KINDS,
-    MAX_HEAD,
-    MAX_ROSTER,
+    NAME,
     NEWEST,
-    SIGNATURE,
     Address,
-    Assembler,
-    Expectation,
     Parcel,
     canonical_json,
-    read_frame,
     write_frame,
 )
 
@@ -67,8 +59,6 @@ _CONNECT = 5.0  # seconds for a connection to come up
 _AGAIN = 0.2  # seconds until a question is asked again whose way was lost
 _IDLE = 60.0  # seconds after which a link that is not used is closed
 _INSPECT = 10.0  # seconds between two looks at who answers at an address
-# how often a member's coming and going is logged, in how many seconds
-_CHANGES, _WITHIN = 20, 200.0
 _LOOPBACK = ("127.", "::1", "localhost")
 _READY, _IDLING, _FAILED, _OVER = (
     grpc.ChannelConnectivity.READY,
@@ -131,7 +121,7 @@ class _Limit:
         TimeoutError: at the end of the block.
     """
 
-    def __init__(self, clock: AwakeClock, end: float, patience: float | None) -> None:
+    def __init__(self, clock: Callable[[], float], end: float, patience: float | None) -> None:
         self._clock, self._end = clock, end
         self._patience = math.inf if patience is None else patience
         self._limit, self._loop = asyncio.timeout(None), asyncio.get_running_loop()
@@ -167,8 +157,8 @@ class _Away:
     missing: Missing
 
 
-class GrpcTransport(GrpcServer):
-    """The transport of one node.
+class GrpcTransport(GrpcRun, GrpcServer):
+    """The transport of one node: that of its roster's run, and of the runs that it opens.
 
     Always close it (it is a context manager): the others learn at once that it has left.
 
@@ -186,8 +176,6 @@ class GrpcTransport(GrpcServer):
     Attributes:
         turned_away: as in `GrpcServer`. Also dials that end because a member's certificate is over,
             or because somebody at its address has another key than its own ("wrong_key").
-        last_questions: when each other member has put its newest question here, by the monotonic
-            clock.
     """
 
     def __init__(
@@ -205,21 +193,16 @@ class GrpcTransport(GrpcServer):
             check_loopback(roster, listen)
         elif identity.name != name:
             raise TransportError(f"the certificate is {identity.name}'s; this node is {name}")
-        super().__init__(roster, name, identity, lease=lease, proxy=proxy, log=log)
+        GrpcServer.__init__(self, roster, name, identity, lease=lease, proxy=proxy, log=log)
+        GrpcRun.__init__(self, self, roster)
         self._address = listen or roster.member(name).address
         self._is_outbound = roster.member(name).is_outbound
-        self._head: HeadSource | None = None
-        self._sealed: Callable[[], bytes] | None = None
-        self.last_questions: dict[str, float] = {}
-        self._alive: set[str] = set()
-        self._known: set[str] = set()  # seen alive before, and not known to have left
-        self._said: Counter[str] = Counter()  # how often each said by itself whether it is here
-        self._changes: dict[str, RateLimit] = {}
+        self._runs: dict[str, GrpcRun] = {self.run: self}
+        self._opens_runs = False
+        self._answers: dict[str, Callable[..., bytes]] = {}
         self._links: dict[str, _Link] = {}
         self._away: dict[str, _Away] = {}
-        self._asking: set[Future[Any]] = set()
-        self._lock, self._closed, self._announced = threading.Lock(), False, False
-        self.outbox = Outbox()
+        self._asking: dict[Future[Any], str] = {}  # the run of each open question
         # What answers need of this node: signatures, and lines of the audit log.
         self._workers = ThreadPoolExecutor(16, "coterie-answer")
         self._tunnels = Tunnels(self)
@@ -238,6 +221,8 @@ class GrpcTransport(GrpcServer):
                 "Head": (self._answer_head, {"nonce": str}),
                 "Roster": (self._answer_roster, {}),
                 "Presence": (self._answer_presence, {"here": bool}),
+                "Studies": (self._answer_studies, {}),
+                "Statement": (self._answer_statement, {"digest": str}),
                 "Attach": (self._tunnels.switchboard.answer_attach, {}),
                 "Accept": (self._tunnels.switchboard.answer_accept, {"tunnel": str}),
             },
@@ -251,8 +236,59 @@ class GrpcTransport(GrpcServer):
     def __enter__(self) -> "GrpcTransport":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    # ------------------------------------------------------------------ runs
+
+    def open_run(self, roster: Roster) -> GrpcRun:
+        """Take part in a run of some of the members, behind the same address and by the same links.
+
+        Questions of runs that are not open are answered with "not_ready" from then on.
+
+        Args:
+            roster: the members of the run, with the keys of this transport's roster.
+        """
+        opened = GrpcRun(self, roster)
+        with self._lock:
+            self._opens_runs = True
+            if self._closed or roster.run in self._runs:
+                raise TransportError(f"run {roster.run} is open, or this node leaves")
+            # Copied: the loop reads it in another thread.
+            self._runs = {**self._runs, roster.run: opened}
+        return opened
+
+    def drop_run(self, run: GrpcRun) -> None:
+        """Answer no more questions of a run, and end the questions that this node asks in it."""
+        with self._lock:
+            if run is not self:
+                self._runs = drop_keys(self._runs, {run.run})
+            asking = [question for question, of in self._asking.items() if of == run.run]
+        for question in asking:
+            question.cancel()
+
+    def allow_runs(self, statements: Mapping[str, Callable[..., bytes]]) -> None:
+        """Be the transport of a federation.
+
+        Args:
+            statements: what answers "Studies", and "Statement" with a digest.
+        """
+        self._opens_runs, self._answers = True, dict(statements)
+
+    async def _check_run(self, run: str, context: Any) -> bool:
+        """Whether a question is of a run that is open here; of one that may come, ask again."""
+        if run in self._runs:
+            return True
+        if self._opens_runs and NAME.fullmatch(run):
+            await abort_missing(context, Missing("not_ready"))
+        return False
+
+    async def _find_run(self, question: Question, context: Any) -> GrpcRun:
+        """Return the run of a question, whose asker takes part in it."""
+        run = self._runs.get(question.fields.get("run", self.run))
+        if run is None:  # it was closed meanwhile
+            await abort_missing(context, Missing("not_ready"))
+        if not run.takes(question.asker):
+            await abort_missing(context, Missing("forbidden"))
+        run.note_question(question.asker)
+        return run
 
     # ------------------------------------------------------------------ links
 
@@ -344,10 +380,12 @@ class GrpcTransport(GrpcServer):
             if state is _READY:
                 link.missing = None
                 self._attach_to(link)
-                await self._exchange_presence(link, self._announced)
+                for run in self._runs.values():
+                    await self._exchange_presence(link, run.announced, run=run)
             elif state is _FAILED:
                 link.missing = link.missing or Missing("unreachable")
-                self._note_presence(peer, False)
+                for run in self._runs.values():
+                    run.note_presence(peer, False)
                 if self._identity is not None and time.monotonic() - link.inspected >= _INSPECT:
                     # The library dials again and again, and says only that it failed: a look says
                     # why, at times.
@@ -400,18 +438,24 @@ class GrpcTransport(GrpcServer):
         elif end < time.time():
             self._count_refusal("expired", member.name, OVER)
 
-    async def _exchange_presence(self, link: _Link, here: bool, wait: float = 2.0) -> None:
+    async def _exchange_presence(
+        self, link: _Link, here: bool, wait: float = 2.0, run: GrpcRun | None = None
+    ) -> None:
         """Send a member whether this node takes part; its answer is whether that one does."""
+        run = run or self
+        if not run.takes(link.member.name):
+            return
         # One message and no stream, so that the answer is bounded.
         ask = link.channel.unary_unary(f"/{SERVICE}/Presence")
-        peer, before = link.member.name, self._said[link.member.name]
+        peer, before = link.member.name, run.said[link.member.name]
+        question = self.encode({"here": here, "run": run.run})
         with suppress(grpc.aio.AioRpcError, Refused):
-            answer = await ask(self.encode({"here": here}), timeout=wait, metadata=self.metadata)
+            answer = await ask(question, timeout=wait, metadata=self.metadata)
             there = parse_fields(answer, {"here": bool})["here"]
             # What it said by itself meanwhile is newer than its answer, which may be overtaken:
             # it says only once that it is here, and would be taken for away from then on.
-            if not self._closed and self._said[peer] == before:
-                self._note_presence(peer, there)
+            if not self._closed and run.said[peer] == before:
+                run.note_presence(peer, there)
 
     async def _close_unused_links(self) -> None:
         while True:
@@ -423,7 +467,7 @@ class GrpcTransport(GrpcServer):
                 # Where no relay stands in, the other side reaches this one by this link alone.
                 unused &= link.stream is None or bool(self.roster.relays)
                 # One that was here and is not is dialed until it is back.
-                if unused and (peer in self._alive or peer not in self._known):
+                if unused and not any(run.keeps_link(peer) for run in self._runs.values()):
                     await self._close_link(peer)
 
     async def _close_link(self, peer: str) -> None:
@@ -441,40 +485,9 @@ class GrpcTransport(GrpcServer):
     def _note_contact(self, peer: str) -> None:
         """Note that a member has asked something: it can be dialed now, if it could not before."""
         self._away.pop(peer, None)
-        if peer != self.name:
-            self.last_questions[peer] = time.monotonic()
         link = self._links.get(peer)
         if link is not None and not link.calls and link.channel.get_state() is _FAILED:
             self.start_task(self._redial(peer))
-
-    def _note_presence(self, peer: str, there: bool, *, left: bool = False) -> None:
-        """Note that a member takes part, or that it does not any more."""
-        with self._lock:
-            # A node can ask at its own address, and is no peer of its own.
-            known = peer in self._members and peer != self.name
-            if not known or (peer in self._alive) == there:
-                return
-            if there:
-                self._alive.add(peer)
-                self._known.add(peer)
-            else:
-                self._alive.discard(peer)
-                # Who has said that it leaves is not dialed until it comes again.
-                self._known -= {peer} if left else set()
-            suppressed = self._changes.setdefault(peer, RateLimit(_CHANGES, _WITHIN))()
-        if suppressed is not None:
-            details = {"untold": suppressed} if suppressed else {}
-            self.log_event("peer_up" if there else "peer_down", peer=peer, **details)
-
-    def alive_members(self) -> frozenset[str]:
-        """Return the members that said, or showed, that they take part: a hint only."""
-        with self._lock:
-            return frozenset(self._alive)
-
-    def lost_members(self) -> frozenset[str]:
-        """Return the members that took part, are not here, and did not say that they leave."""
-        with self._lock:
-            return frozenset(self._known - self._alive)
 
     def use_roster(self, roster: Roster) -> None:
         """Continue with another roster: links and questions that it does not allow end.
@@ -486,93 +499,21 @@ class GrpcTransport(GrpcServer):
     async def _use_roster(self, roster: Roster) -> None:
         before = self._members
         self._take_roster(roster)
+        self._use_members(roster)
         self._away.clear()  # addresses may have changed
         for peer, link in list(self._links.items()):
             if self._members.get(peer) != link.member:
                 await self._redial(peer)
         await self._tunnels.use_roster(roster)
         gone = self._end_calls(before)
-        with self._lock:
-            self._alive.difference_update(gone)
-            self._known.difference_update(gone)
+        for run in self._runs.values():
+            run.forget(gone)
 
     # ------------------------------------------------------------------ asking
 
-    def fetch(
-        self, peer: str, expect: Expectation, deadline: float, patience: float | None = None
-    ) -> Delivery | Missing:
-        """Ask a member for a message, and check it: see `Transport.fetch`."""
-        started, at = self.clock(), expect.address
-        patience = deadline if patience is None else min(deadline, patience)
-        assembler, size, first, asked = Assembler(expect), 0, 0.0, started
-
-        def begin() -> None:
-            # Also a second time, when the way to the member was lost in the middle.
-            nonlocal asked, assembler, size, first
-            asked, assembler, size, first = self.clock(), Assembler(expect), 0, 0.0
-
-        def take(frame: bytes) -> None:
-            nonlocal size, first
-            first = first or self.clock() - asked
-            attachment, chunk = read_frame(frame)
-            size += len(attachment) + len(chunk)
-            assembler.feed(attachment, chunk)
-
-        question = {
-            "kind": at.kind,
-            "round": at.round,
-            "exchange": at.exchange,
-            "client": at.client,
-            # The peer gives up before this node does, so that its reason still arrives.
-            "wait": round(WAIT * patience, 3),
-        }
-        try:
-            missing = self._ask(peer, "Message", question, deadline, take, patience, begin)
-            if missing is not None:
-                return missing
-            tensors = assembler.finish()
-        except Refused as wrong:
-            self.log_event(
-                "refused",
-                level="warning",
-                peer=peer,
-                code=wrong.code,
-                text=escape_text(wrong),
-                about=str(at),
-            )
-            return Missing(f"refused:{wrong.code}", None, escape_text(wrong))
-        assert assembler.manifest is not None
-        self._note_presence(peer, True)
-        seconds = self.clock() - started
-        return Delivery(assembler.manifest, tensors, size, seconds, assembler.sealed, first)
-
-    def ask_head(self, peer: str, nonce: str, deadline: float) -> bytes | Missing:
-        """Ask a member how it is."""
-        return self._ask_bytes(peer, "Head", {"nonce": nonce}, deadline, MAX_HEAD + SIGNATURE)
-
-    def ask_roster(self, peer: str, deadline: float) -> bytes | Missing:
-        """Ask a member for its roster."""
-        return self._ask_bytes(peer, "Roster", {}, deadline, MAX_ROSTER + SIGNATURE)
-
-    def _ask_bytes(
-        self, peer: str, method: str, question: Mapping[str, Any], deadline: float, limit: int
-    ) -> bytes | Missing:
-        """Ask for an answer of at most `limit` bytes."""
-        answer = bytearray()
-
-        def take(part: bytes) -> None:
-            if len(answer) + len(part) > limit:
-                raise Refused("size", f"over {limit} bytes; expected at most those")
-            answer.extend(part)
-
-        try:
-            missing = self._ask(peer, method, question, deadline, take)
-        except Refused as wrong:
-            return Missing(f"refused:{wrong.code}", None, escape_text(wrong))
-        return bytes(answer) if missing is None else missing
-
-    def _ask(
+    def ask(
         self,
+        run: str,
         peer: str,
         method: str,
         question: Mapping[str, Any],
@@ -582,6 +523,7 @@ class GrpcTransport(GrpcServer):
         begin: Callable[[], None] = lambda: None,
     ) -> Missing | None:
         """Ask a member, and give the parts of its answer to `take`; return why there is none."""
+        question = {"run": run, **question}
         known, away = self._links.get(peer), self._away.get(peer)
         if self._may_come_back(peer) and method == "Message":
             known = away = None
@@ -598,14 +540,14 @@ class GrpcTransport(GrpcServer):
                 work.close()
                 return Missing("closing")
             asked = asyncio.run_coroutine_threadsafe(work, self._loop)
-            self._asking.add(asked)
+            self._asking[asked] = run
         try:
             return asked.result()
         except CancelledError:
             return Missing("closing")
         finally:
             with self._lock:
-                self._asking.discard(asked)
+                self._asking.pop(asked, None)
 
     def _may_come_back(self, peer: str) -> bool:
         """Whether the way to a member is lost, for all that is known, and not the member."""
@@ -691,62 +633,62 @@ class GrpcTransport(GrpcServer):
 
     # ------------------------------------------------------------------ answering
 
-    def publish(self, address: Address, what: Parcel | Missing, *, to: str = "") -> None:
-        """Store a message for later requests; from the first one on, this node counts as alive."""
-        self.outbox.publish(address, what, to=to)
-        self._announce()
+    def announce(self, run: GrpcRun, here: bool, wait: float) -> None:
+        """Let the members with a link to this node know whether it takes part in a run."""
+        asyncio.run_coroutine_threadsafe(self._announce_to_all(here, wait, run), self._loop)
 
-    def publish_standing(
-        self, address: Address, seal: Callable[[Address], Parcel], *, last: int = NO_LAST
-    ) -> None:
-        """Answer with one and the same message from a round on, to its last round."""
-        self.outbox.publish_standing(address, seal, last=last)
-        # A node that only answers probes does not take part yet.
-        if address.kind != "probe":
-            self._announce()
-
-    def _announce(self) -> None:
-        """Let the members with a link to this node know that it takes part."""
-        if self._announced:
-            return
-        self._announced = True
-        asyncio.run_coroutine_threadsafe(self._announce_to_all(True, 2.0), self._loop)
-
-    async def _announce_to_all(self, here: bool, wait: float) -> None:
+    async def _announce_to_all(self, here: bool, wait: float, run: GrpcRun) -> None:
         links = [li for li in self._links.values() if li.channel.get_state() is _READY]
-        await asyncio.gather(*(self._exchange_presence(link, here, wait) for link in links))
-
-    def serve_head(self, head: HeadSource) -> None:
-        """Register the handler of questions about this node's state."""
-        self._head = head
-
-    def serve_roster(self, sealed: Callable[[], bytes]) -> None:
-        """Register the handler of questions for this node's roster."""
-        self._sealed = sealed
+        if run is not self and not here:
+            # The links outlive the run: who dials this node and is not dialed by it learns it, too.
+            dialed = {link.member.name for link in links}
+            for peer in run.alive_members() - dialed:
+                if (link := await self._link_to(peer)) is not None:
+                    links.append(link)
+        await asyncio.gather(*(self._exchange_presence(link, here, wait, run) for link in links))
 
     async def _answer_presence(self, question: Question, context: Any) -> None:
-        here = question.fields["here"]
-        self._said[question.asker] += 1
-        self._note_presence(question.asker, here, left=not here)
-        await context.write(canonical_json({"here": self._announced and not self._closed}))
+        run, here = await self._find_run(question, context), question.fields["here"]
+        run.said[question.asker] += 1
+        run.note_presence(question.asker, here, left=not here)
+        await context.write(canonical_json({"here": run.is_here}))
 
     async def _answer_head(self, question: Question, context: Any) -> None:
-        nonce, head = question.fields["nonce"], self._head
+        nonce, head = question.fields["nonce"], (await self._find_run(question, context)).head
         if head is None or not nonce.isalnum() or len(nonce) > 64 or not nonce.isascii():
             await abort_missing(context, Missing("not_ready"))
         await self._write_parts(context, await self._run_in_worker(head, nonce))
 
     async def _answer_roster(self, question: Question, context: Any) -> None:
-        if self._sealed is None:
+        sealed = (await self._find_run(question, context)).sealed_roster
+        if sealed is None:
             await abort_missing(context, Missing("not_ready"))
-        await self._write_parts(context, await self._run_in_worker(self._sealed))
+        await self._write_parts(context, await self._run_in_worker(sealed))
+
+    async def _answer_studies(self, question: Question, context: Any) -> None:
+        await self._answer_federation("Studies", question, context)
+
+    async def _answer_statement(self, question: Question, context: Any) -> None:
+        await self._answer_federation("Statement", question, context, question.fields["digest"])
+
+    async def _answer_federation(
+        self, kind: str, question: Question, context: Any, *words: str
+    ) -> None:
+        """Answer a question about studies; "gone" is a statement that is not here."""
+        await self._find_run(question, context)
+        if (answer := self._answers.get(kind)) is None or question.fields["run"] != self.run:
+            await abort_missing(context, Missing("not_ready"))
+        found = await self._run_in_worker(answer, *words)
+        if not found:
+            await abort_missing(context, Missing("gone"))
+        await self._write_parts(context, found)
 
     async def _write_parts(self, context: Any, data: bytes) -> None:
         for at in range(0, len(data), CHUNK):
             await context.write(data[at : at + CHUNK])
 
     async def _answer_message(self, question: Question, context: Any) -> None:
-        found, asker = question.fields, question.asker
+        found, asker, run = question.fields, question.asker, await self._find_run(question, context)
         address = Address(found["round"], found["exchange"], found["client"], found["kind"])
         # As in `wire.parse_manifest`: outside of these no message can exist.
         fits = -1 <= address.round < 1 << 31 and 0 <= address.exchange < 1 << 16
@@ -758,7 +700,8 @@ class GrpcTransport(GrpcServer):
         def give(what: Parcel | Missing) -> None:
             self._loop.call_soon_threadsafe(answer.set_result, what)
 
-        await self._run_in_worker(self.outbox.ask, asker, address, float(found["wait"]), give)
+        outbox = run.outbox
+        await self._run_in_worker(outbox.ask, asker, address, float(found["wait"]), give)
         try:
             # Shielded: when the asker goes, the outbox still gives its answer once.
             what = await asyncio.shield(answer)
@@ -767,11 +710,12 @@ class GrpcTransport(GrpcServer):
             for attachment, chunk in what.iterate_chunks():
                 await context.write(write_frame(attachment, chunk))
         finally:
-            answer.add_done_callback(lambda given: self._count_sent(asker, given.result()))
 
-    def _count_sent(self, asker: str, what: Parcel | Missing) -> None:
-        if isinstance(what, Parcel):
-            self.outbox.note_sent(asker)
+            def count_sent(given: "asyncio.Future[Parcel | Missing]") -> None:
+                if isinstance(given.result(), Parcel):
+                    outbox.note_sent(asker)
+
+            answer.add_done_callback(count_sent)
 
     async def _run_in_worker(self, job: Callable[..., _Answer], *arguments: Any) -> _Answer:
         """Do something that can take a while, in another thread."""
@@ -792,8 +736,9 @@ class GrpcTransport(GrpcServer):
         # Own questions end first. The outbox then answers what is open.
         for question in asking:
             question.cancel()
-        self._run(self._announce_to_all(False, 1.0))
-        self.outbox.close()
+        for run in self._runs.values():
+            self._run(self._announce_to_all(False, 1.0, run))
+            run.outbox.close()
         self._run(self._leave())
         for (reason, peer), limit in self._refusals.items():
             if limit.suppressed:

@@ -34,6 +34,7 @@ class Log:
         clock: seconds since 1970.
         also: receives (event, level, details) of every event, those below the least level and
             those over the limit included.
+        study: the study that the events are of, where a node has several.
     """
 
     node: str
@@ -42,6 +43,7 @@ class Log:
     round: int = -1
     clock: Callable[[], float] = time.time
     also: Callable[[str, str, dict[str, Any]], None] = lambda event, level, details: None
+    study: str = ""
     _lost: int = 0
     _limits: dict[tuple[str, str], "RateLimit"] = field(default_factory=dict)
     _lock: Any = field(default_factory=threading.Lock)
@@ -64,6 +66,7 @@ class Log:
             "time": round(self.clock(), 3),
             "level": level,
             "node": self.node,
+            **({"study": self.study} if self.study else {}),
             "round": self.round,
             "event": event,
         }

@@ -28,6 +28,7 @@ from coterie.net.transport import Transport
 from coterie.results import stored_runs, summary
 from coterie.runtime import checkpoint
 from coterie.studies import config
+from coterie.studies.config import StudyConfig
 from coterie.studies.describe import describe_federation
 
 ALONE = 3
@@ -73,8 +74,12 @@ def load_credentials(
 
 def run_folder(file: NodeFile, name: str) -> Path:
     """Return the folder of a node's run: as in a simulation, under the node's name."""
-    study, label, seed = file.select_run()
-    return file.resolve_path(file.runs) / name / study.name / label / f"seed-{seed}"
+    return locate_run(file.resolve_path(file.runs) / name, file.select_run()[0])
+
+
+def locate_run(folder: Path, study: StudyConfig) -> Path:
+    """Return the folder of a study's one run, in a folder of runs."""
+    return folder / study.name / study.methods[0].label / f"seed-{study.seeds[0]}"
 
 
 def open_transport(
@@ -117,12 +122,43 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
     # The name is in the certificate, which is not read yet.
     log = Log("", level=file.log)
     keeper, own = load_credentials(file, log)
-    roster, log.node = keeper.roster, own.name
+    log.node = own.name
+
+    def open_links() -> Transport:
+        return open_transport(file, keeper.roster, own, insecure=insecure, log=log)
+
+    with host_node(file, study, keeper, own, log, open_links, insecure=insecure) as node:
+        yield node
+
+
+@contextmanager
+def host_node(
+    file: NodeFile,
+    study: StudyConfig,
+    keeper: Keeper,
+    own: Identity,
+    log: Log,
+    open_links: Callable[[], Transport],
+    *,
+    insecure: bool = False,
+) -> Iterator[Node]:
+    """Create a node of one run, ready to run, and close all its parts at the end.
+
+    Args:
+        file: node.toml; its study and roster are not read.
+        study: a study of one run.
+        keeper: the roster of the run.
+        own: this member's identity.
+        log: receives events; from here on they are also written to the audit log.
+        open_links: opens the transport, which is closed at the end.
+        insecure: whether it has no TLS, which is logged.
+    """
+    roster = keeper.roster
     clients = roster.member(own.name).clients
     federation = nodefile.load_own_rows(file, study, clients, roster.population)
-    folder = run_folder(file, own.name)
+    own_folder = file.resolve_path(file.runs) / own.name
+    folder = locate_run(own_folder, study)
     with ExitStack() as stack:
-        own_folder = file.resolve_path(file.runs) / own.name
         # Two claims: the run's folder, and the member's own, whose audit log all its runs share.
         stack.enter_context(claim_folder(folder))
         stack.enter_context(claim_folder(own_folder))
@@ -142,9 +178,7 @@ def open_node(file: NodeFile, *, insecure: bool = False) -> Iterator[Node]:
         if insecure:
             log("insecure", level="warning", text=_GIVEN_UP)
         with defer_signals():  # threads start here: who starts them must come to own them
-            transport = stack.enter_context(
-                open_transport(file, roster, own, insecure=insecure, log=log)
-            )
+            transport = stack.enter_context(open_links())
         # Asked before each answer: what cannot be written down is not sent.
         transport.outbox.permit = audit.record_answer
         node = Node(
@@ -219,12 +253,12 @@ def run_node(path: Path, *, role: str | None = None, insecure: bool = False) -> 
         )
         return status
     # Before anything is opened: a service manager may stop a node that is starting.
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    signal.signal(signal.SIGTERM, exit_on_signal)
     try:
         with open_node(file, insecure=insecure) as node:
             node.run()
         summary.write_summary(folder.parent.parent)
-    # The latter is what SIGTERM raises, see `_exit_on_signal`.
+    # The latter is what SIGTERM raises, see `exit_on_signal`.
     except (KeyboardInterrupt, SystemExit):
         Log(name, level=file.log)(
             "stopped",
@@ -259,7 +293,7 @@ def _answers_newcomers(file: NodeFile, name: str) -> bool:
     return sides is not None and sides.answers_newcomers(name)
 
 
-def _exit_on_signal(number: int, frame: FrameType | None) -> None:
+def exit_on_signal(number: int, frame: FrameType | None) -> None:
     """Exit cleanly on SIGTERM: close the session; the last round's checkpoint is on disk."""
     # The convention of shells for a program that a signal ended.
     sys.exit(128 + number)

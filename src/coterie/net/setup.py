@@ -225,6 +225,33 @@ def write_roster(
             f"{plan.method.kind} needs a server; name the member in that role: "
             f"--server {next(name for name, address in known.items() if address)}"
         )
+    made = replace(
+        _enroll(folder),
+        study=head.study_hash(plan.common_settings(len(known))),
+        # The shape of an input and the number of classes make the model: no data are needed.
+        schema=plan.compute_schema(features, classes or 1),
+        server=server if plan.method.server else "",
+    )
+    # clients that the study holds out must be on the roster
+    latecomers.find_participants(made, plan.method, plan.settings, plan.seed)
+    rosters.write_signed(folder / "roster.toml", made, folder / "organizer.key")
+    return made
+
+
+def write_federation(folder: Path) -> Roster:
+    """Write and sign the roster of a federation: all members with a certificate, and no study.
+
+    Args:
+        folder: the organizer's.
+    """
+    made = _enroll(folder)
+    rosters.write_signed(folder / "roster.toml", made, folder / "organizer.key")
+    return made
+
+
+def _enroll(folder: Path) -> Roster:
+    """Return the next roster of all members that have a certificate; it names no study."""
+    known = load_members(folder)
     members, removed = [], []
     # A client's id is its position among all members ever signed, the removed ones included.
     for number, (name, address) in enumerate(known.items()):
@@ -232,24 +259,16 @@ def write_roster(
             removed.append(number)
             continue
         members.append(_enter(folder, Member(name, address, (number,))))
-    made = Roster(
+    return Roster(
         load_run_id(folder),
         tuple(members),
         len(known),
         # Members refuse a roster whose version is not above the one that they have seen.
         version=_last_version(folder) + 1,
-        study=head.study_hash(plan.common_settings(len(known))),
-        # The shape of an input and the number of classes make the model: no data are needed.
-        schema=plan.compute_schema(features, classes or 1),
-        server=server if plan.method.server else "",
         issued=datetime.now(UTC).isoformat(timespec="seconds"),
         removed=tuple(removed),
         relays=tuple(_enter(folder, Member(*one, ())) for one in load_relays(folder).items()),
     )
-    # clients that the study holds out must be on the roster
-    latecomers.find_participants(made, plan.method, plan.settings, plan.seed)
-    rosters.write_signed(folder / "roster.toml", made, folder / "organizer.key")
-    return made
 
 
 def _enter(folder: Path, member: Member) -> Member:

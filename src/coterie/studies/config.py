@@ -126,9 +126,11 @@ def parse_study(
         if key != "patience":
             raise ConfigError(f"stopping: {describe_unknown('key', key, ['patience'])}")
     settings = tables.parse_settings(Settings, {**run, **stopping, "local": local}, "study")
+    # A name alone stands for a table with nothing else in it.
+    for section, key in (("data", "dataset"), ("model", "kind")):
+        if isinstance(content.get(section), str):
+            content[section] = {key: content[section]}
     free["data"] = tables.parse_settings(DataConfig, _get_section(content, "data"), "data")
-    if isinstance(content.get("model"), str):
-        content["model"] = {"kind": content["model"]}
     free["model"] = tables.parse_settings(ModelConfig, _get_section(content, "model"), "model")
     free["methods"] = _parse_methods(content.get("methods", []), settings, to_run)
     return tables.parse_settings(StudyConfig, {**free, "settings": settings}, "study")

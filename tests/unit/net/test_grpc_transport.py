@@ -17,7 +17,7 @@ import torch
 from tests.outbound import settle, until
 
 from coterie.errors import TransportError
-from coterie.net import grpc_server, grpc_transport, local
+from coterie.net import grpc_run, grpc_server, grpc_transport, local
 from coterie.net.grpc_server import Question, read_certificate
 from coterie.net.grpc_transport import GrpcTransport, check_loopback, escape_text
 from coterie.net.outbox import Missing
@@ -163,7 +163,7 @@ def test_a_member_that_comes_and_goes_does_not_fill_the_log(plain):
         a._note_presence("n1", True)
         a._note_presence("n1", False)
     settle(a)
-    assert len(told) == grpc_transport._CHANGES
+    assert len(told) == grpc_run.CHANGES
 
 
 def test_what_others_say_is_shown_in_few_characters_that_can_be_printed():

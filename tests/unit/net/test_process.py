@@ -194,12 +194,12 @@ def test_the_end_of_a_node_is_said_where_it_goes_on_from(
     told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [one["event"] for one in told] == events
     assert all("it continues from" in one["text"] for one in told)
-    assert signal.getsignal(signal.SIGTERM) is process._exit_on_signal
+    assert signal.getsignal(signal.SIGTERM) is process.exit_on_signal
 
 
 def test_a_signal_ends_the_process_with_its_number_as_shells_say():
     with pytest.raises(SystemExit) as ended:
-        process._exit_on_signal(15, None)
+        process.exit_on_signal(15, None)
     assert ended.value.code == 128 + 15
 
 

@@ -1,0 +1,328 @@
+"""The commands of a standing federation: `coterie federation ...`, `propose`, `approve`, ..."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from coterie._util.files import check_folder, show_path
+from coterie.cli import _net
+from coterie.errors import ConfigError
+
+federation = typer.Typer(
+    no_args_is_help=True,
+    help="Set up a federation that stands: create it, join, sign members, serve.",
+)
+Node = Annotated[Path, typer.Option("--node", metavar="NODE.toml", help="This member's file.")]
+Name = Annotated[str, typer.Argument(help="The study's name; `coterie studies --node` lists them.")]
+_NODE = Path("node.toml")
+_SENT = "it is sent to the other members while `coterie federation serve` runs"
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add these commands to the program's."""
+    app.add_typer(federation, name="federation")
+    for name, command in (
+        ("propose", propose_study),
+        ("approve", approve_study),
+        ("decline", decline_study),
+        ("withdraw", withdraw_study),
+        ("stop", stop_study),
+    ):
+        app.command(name)(command)
+    # A roster changes in the same way, whether it names a study or not.
+    for name, command in (
+        ("join", _net.create_member_key),
+        ("remove", _net.remove_member),
+        ("rekey", _net.rekey_member),
+        ("move", _net.move_member),
+    ):
+        federation.command(name)(command)
+
+
+@federation.command("create")
+def create_federation(
+    folder: _net.Folder,
+    name: Annotated[str, typer.Option(help="The federation's name: a-z, 0-9 and -.")],
+    days: Annotated[float, typer.Option(help="How long the authority is valid.")] = 365.0,
+) -> None:
+    """Create the organizer's key and the certificate authority of a federation.
+
+    [bold]Example[/bold]
+
+      coterie federation create organizer --name hearts
+    """
+    _net.check_packages()
+    from coterie.net import identity
+
+    check_folder(folder)
+    identity.make_authority(folder, name, days=days)
+    typer.echo(
+        f"{show_path(folder)}: ca.key and organizer.key stay here; give every member ca.pem and "
+        "organizer.pub"
+    )
+
+
+@federation.command("sign")
+def sign_member(
+    folder: _net.Folder,
+    request: Annotated[Path, typer.Argument(help="The member's request, NAME.csr.")],
+    address: Annotated[
+        str,
+        typer.Argument(
+            help="host:port as agreed with the member, whose request must name this host; or "
+            '"outbound".'
+        ),
+    ],
+    name: Annotated[str, typer.Option(help="The name as agreed with the member.")] = "",
+    days: Annotated[float, typer.Option(help="How long the certificate is valid.")] = 30.0,
+    relay: Annotated[
+        bool, typer.Option("--relay", help="It is a relay, and no member.", show_default=False)
+    ] = False,
+) -> None:
+    """Sign a member's request, and the next roster of the federation with it.
+
+    Members that serve adopt the roster when they get its two files, or from a member
+    that has them.
+
+    [bold]Examples[/bold]
+
+      coterie federation sign organizer north.csr 192.0.2.7:7447 --name north
+      coterie federation sign organizer relay.csr 192.0.2.9:443 --name relay --relay
+    """
+    _net.sign_member(folder, request, address, name, days, relay)
+    from coterie.net import setup
+
+    if not any(setup.load_members(folder).values()):
+        return  # a relay that was signed before the first member
+    made = setup.write_federation(folder)
+    typer.echo(
+        f"{show_path(folder / 'roster.toml')}, version {made.version}, has "
+        f"{len(made.members)} members: {_net.SEND}"
+    )
+
+
+@federation.command("serve")
+def serve_member(
+    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="The node file.")],
+    insecure: _net.Insecure = False,
+) -> None:
+    """Serve as a member of a federation: run the studies that it approves, one at a time.
+
+    It runs until it is stopped; started again, it goes on where it was.
+
+    [bold]Example[/bold]
+
+      coterie federation serve node.toml
+    """
+    _net.check_packages()
+    from coterie.net import service
+
+    service.serve(file, insecure=insecure)
+
+
+def propose_study(
+    study: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="The study file.")],
+    node: Node = _NODE,
+    data: Annotated[
+        str, typer.Option(help="The role of the data; by default what the study's data say.")
+    ] = "",
+    members: Annotated[
+        str, typer.Option(help="Who may take part, with commas between; all by default.")
+    ] = "",
+    quorum: Annotated[
+        int, typer.Option(min=0, help="How many must approve and be there; 0 for all.")
+    ] = 0,
+    server: Annotated[str, typer.Option(help="The member in the server role.")] = "",
+    method: Annotated[str, typer.Option(help="Which method, if it has several.")] = "",
+    seed: Annotated[int | None, typer.Option(min=0, help="Which seed.")] = None,
+) -> None:
+    """Propose a study to the members of the federation, signed by this member.
+
+    What this member's own data of the role look like is what the study expects of the
+    others' data. It begins when its quorum has approved it, and is there.
+
+    [bold]Examples[/bold]
+
+      coterie propose study.toml
+      coterie propose study.toml --data heart --quorum 3
+    """
+    _net.check_packages()
+    from coterie.data.build import DataConfig
+    from coterie.net import consent, nodefile, servicefile
+    from coterie.net.service import Membership
+    from coterie.net.statements import Proposal
+    from coterie.studies import config
+
+    file = servicefile.load(node)
+    membership = Membership.open(file)
+    chosen, _, _ = nodefile.select_run(config.load_study(str(study)), method, seed)
+    role = data or (chosen.data.dataset if isinstance(chosen.data.dataset, str) else "")
+    file.find_source(role)
+    roster = membership.keeper.roster
+    names = [name.strip() for name in members.split(",")] if members else []
+    names = names or [member.name for member in roster.members]
+    for name in names:
+        roster.member(name)
+    if membership.own.name not in names:
+        raise ConfigError(f"--members lacks {membership.own.name}, which proposes the study")
+    plan = nodefile.make_run_spec(chosen)
+    if plan.method.server and not server:
+        raise ConfigError(f"{plan.method.kind} needs a server: --server {names[0]}")
+    own_file = file.make_node_file(chosen.name, role, server=False, quorum=quorum or len(names))
+    number = names.index(membership.own.name)
+    rows = nodefile.load_own_rows(own_file, chosen, (number,), len(names))
+    # Of its data the study says the role alone: what is in them, each member knows of its own.
+    sent = replace(chosen, data=DataConfig(role))
+    proposal = Proposal(
+        federation=roster.run,
+        organizer=membership.organizer,
+        by=membership.own.name,
+        time=round(time.time(), 3),
+        name=chosen.name,
+        study=config.format_study(sent),
+        role=role,
+        members=names,
+        quorum=quorum or len(names),
+        server=server if plan.method.server else "",
+        **consent.describe_data(rows),
+    )
+    membership.propose(proposal)
+    typer.echo(f"{chosen.name} is proposed to {', '.join(names[:20])}: {_SENT}")
+
+
+def list_studies(node: Path, name: str | None) -> None:
+    """List the studies of a member, or describe one: what would leave the member."""
+    _net.check_packages()
+    from coterie.net import servicefile
+    from coterie.net.service import Membership
+
+    membership = Membership.open(servicefile.load(node))
+    state = membership.load_state()
+    entries = membership.ledger.entries
+    if name is not None:
+        entries = {name: membership.ledger.find(name)}
+    if not entries:
+        typer.echo("no study was proposed yet")
+    for title, entry in entries.items():
+        word, text = membership.describe(entry, state)
+        typer.echo(f"{title}: {word}, proposed by {entry.proposal.by}; {text}")
+    if name is not None:
+        for line in _describe(membership, entries[name], loads_code=False):
+            typer.echo(f"  {line}")
+
+
+def _describe(membership: Any, entry: Any, *, loads_code: bool) -> list[str]:
+    """Check the data of a study's role, and return what would leave this member."""
+    from coterie.net import consent
+    from coterie.net.statements import find_code, parse_proposed
+
+    proposal, own = entry.proposal, membership.own.name
+    if own not in proposal.members:
+        return consent.describe_sending(proposal, None, own)
+    study = parse_proposed(proposal.study, to_run=loads_code)
+    file = membership.file.make_node_file(
+        proposal.name, proposal.role, server=False, quorum=proposal.quorum
+    )
+    rows = consent.load_role(file, proposal, study, (proposal.members.index(own),))
+    if find_code(proposal.study) and not loads_code:
+        rows = None
+    return consent.describe_sending(proposal, rows, own)
+
+
+def approve_study(
+    name: Name,
+    node: Node = _NODE,
+    code: Annotated[
+        bool,
+        typer.Option(
+            "--code",
+            help="Approve also what the study loads from this machine, such as a model by import "
+            "path.",
+            show_default=False,
+        ),
+    ] = False,
+) -> None:
+    """Approve a study for this member, after its data were checked; say what will leave it.
+
+    [bold]Example[/bold]
+
+      coterie approve hearts
+    """
+    membership, entry = _open(name, node)
+    from coterie.net.ledger import FAILED
+    from coterie.net.statements import find_code
+
+    found = find_code(entry.proposal.study)
+    if found and not code:
+        raise ConfigError(
+            f"{name} would load {'; '.join(found[:5])}: look at that on this machine, and approve "
+            "it with --code"
+        )
+    own = membership.own.name
+    for kind, text in (("stop", "stopped it"), ("end", "finished it")):
+        if entry.says(kind, own):
+            raise ConfigError(f"{own} has {text} before; propose it again under another name")
+    if own not in entry.proposal.members:
+        raise ConfigError(f"{own} is none of the members of {name}")
+    for line in _describe(membership, entry, loads_code=code):
+        typer.echo(line)
+    # What went wrong before is tried again.
+    (entry.folder / FAILED).unlink(missing_ok=True)
+    membership.say("approval", entry)
+    typer.echo(f"{name} is approved: {_SENT}")
+
+
+def decline_study(name: Name, node: Node = _NODE) -> None:
+    """Decline a study for this member.
+
+    [bold]Example[/bold]
+
+      coterie decline hearts
+    """
+    membership, entry = _open(name, node)
+    if entry.says("approval", membership.own.name):
+        raise ConfigError(f"{name} is approved already; end it here with: coterie stop {name}")
+    membership.say("refusal", entry)
+    typer.echo(f"{name} is declined: {_SENT}")
+
+
+def withdraw_study(name: Name, node: Node = _NODE) -> None:
+    """Withdraw a study that this member has proposed; it ends at all members.
+
+    [bold]Example[/bold]
+
+      coterie withdraw hearts
+    """
+    membership, entry = _open(name, node)
+    if entry.proposal.by != membership.own.name:
+        raise ConfigError(
+            f"{name} was proposed by {entry.proposal.by}, who alone withdraws it; end it for this "
+            f"member with: coterie stop {name}"
+        )
+    membership.say("withdrawal", entry)
+    typer.echo(f"{name} is withdrawn: {_SENT}")
+
+
+def stop_study(name: Name, node: Node = _NODE) -> None:
+    """Stop a study for this member, now and for good; the others go on while enough are left.
+
+    [bold]Example[/bold]
+
+      coterie stop hearts
+    """
+    membership, entry = _open(name, node)
+    membership.say("stop", entry)
+    typer.echo(f"{name} is stopped for {membership.own.name}: {_SENT}")
+
+
+def _open(name: str, node: Path) -> tuple[Any, Any]:
+    """Return this member, and a study that was proposed."""
+    _net.check_packages()
+    from coterie.net import servicefile
+    from coterie.net.service import Membership
+
+    membership = Membership.open(servicefile.load(node))
+    return membership, membership.ledger.find(name)

@@ -1,0 +1,386 @@
+"""The service of a federation's member: what it takes from others, which study runs, what it says."""
+
+import io
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coterie.errors import ConfigError
+from coterie.net import consent, local, service, servicefile, statements
+from coterie.net import roster as rosters
+from coterie.net.grpc_transport import GrpcTransport
+from coterie.net.log import Log
+from coterie.net.node import RunSpec
+from coterie.net.nodefile import make_run_spec
+from coterie.net.roster import Member, Roster
+from coterie.net.service import Membership, Service, StudyKeeper, derive_roster
+from coterie.net.statements import Proposal
+
+NAMES = ("north", "south", "east")
+STUDY = """
+name = "{name}"
+rounds = 3
+seeds = [0]
+data = "heart"
+model = {{ kind = "{model}" }}
+engine = "loop"
+[[methods]]
+kind = "dac"
+label = "DAC"
+num_peers = 1
+"""
+NODE = """
+roster = "../keys/roster.toml"
+organizer = "../keys/organizer.pub"
+ca = "../keys/ca.pem"
+key = "../keys/{name}.key"
+certificate = "../keys/members/{name}.pem"
+[data.heart]
+arrays = "data.npz"
+classes = 2
+[rules]
+{rules}
+"""
+RULES = 'proposers = ["north"]\nmethods = ["dac"]\n'
+
+
+class Hall:
+    """Services of three members inside one program, without TLS."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder = folder
+        members = tuple(Member(n, f"127.0.0.1:{port + i}", (i,)) for i, n in enumerate(NAMES))
+        self.roster, _ = local.create_credentials(folder / "keys", Roster("hall", members, 3))
+        self.services: dict[str, Service] = {}
+        self.events: dict[str, list[tuple[str, dict[str, Any]]]] = {name: [] for name in NAMES}
+        rng = np.random.default_rng(0)
+        for name in NAMES:
+            (folder / name).mkdir()
+            x, y = rng.normal(size=(40, 6)).astype("float32"), rng.integers(0, 2, 40)
+            np.savez(folder / name / "data.npz", x=x, y=y)
+            self.write_node(name)
+
+    def write_node(self, name: str, rules: str = "") -> None:
+        path = self.folder / name / "node.toml"
+        path.write_text(NODE.format(name=name, rules=rules))
+
+    def membership(self, name: str) -> Membership:
+        return Membership.open(servicefile.load(self.folder / name / "node.toml"))
+
+    def open(self, name: str) -> Service:
+        made = self.membership(name)
+        log = Log(name, stream=io.StringIO())
+        log.also = lambda event, level, details: self.events[name].append((event, details))
+        transport = GrpcTransport(made.keeper.roster, name, None, log=log)
+        self.services[name] = Service(made, transport, log)
+        return self.services[name]
+
+    def proposal(self, name: str = "hearts", model: str = "linear", **changes) -> Proposal:
+        """As `coterie propose` makes it at north."""
+        study = STUDY.format(name=name, model=model)
+        made = Proposal(
+            federation="hall", organizer=self.membership("north").organizer, by="north",
+            time=round(time.time(), 3), name=name, study=study, role="heart", features=[6],
+            classes=2, outputs=2, table={}, members=list(NAMES), quorum=3, server="",
+        )  # fmt: skip
+        return replace(made, **changes)
+
+    def propose(self, name: str = "hearts", **changes) -> Proposal:
+        made = self.proposal(name, **changes)
+        self.membership("north").propose(made)
+        return made
+
+    def say(self, by: str, kind: str, name: str = "hearts") -> None:
+        membership = self.membership(by)
+        membership.say(kind, membership.ledger.find(name))
+
+    def exchange(self, *names: str) -> None:
+        """Let members look around once each."""
+        for one in self.services.values():
+            one.ledger.reload()  # what commands have written
+        for name in names or NAMES:
+            self.services[name].look_around()
+
+    def told(self, name: str, event: str) -> list[dict[str, Any]]:
+        return [details for one, details in self.events[name] if one == event]
+
+    def close(self) -> None:
+        for one in self.services.values():
+            one.transport.close()
+
+
+@pytest.fixture
+def hall(tmp_path: Path, port: int) -> Iterator[Hall]:
+    made = Hall(tmp_path, port)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def three(hall: Hall) -> Hall:
+    for name in NAMES:
+        hall.open(name)
+    return hall
+
+
+def test_a_member_gets_a_study_from_any_member_that_has_it(three):
+    """North is away when east comes: south has the proposal, with north's signature."""
+    made = three.propose()
+    three.exchange("south")
+    three.services["north"].transport.close()
+    assert three.services["east"].ledger.entries == {}
+    three.exchange("east")
+    entry = three.services["east"].ledger.find("hearts")
+    assert entry.proposal == made
+    assert entry.says("approval", "north"), "who proposes approves"
+
+
+def test_what_a_member_makes_up_is_refused_with_one_line_and_not_passed_on(three):
+    """South sends a changed proposal, one in north's name, and words that are not its to say."""
+    made, south = three.propose(), three.services["south"]
+    three.exchange("east")
+    sign = south.membership.own.sign
+    sealed = statements.seal(made, three.membership("north").own.sign)
+    changed = sealed.replace(b'"quorum":3', b'"quorum":2')
+    forged = statements.seal(replace(made, quorum=2), sign)
+    word = statements.Word("hall", made.organizer, "south", time.time(), "withdrawal", made.digest)
+    withdrawn = statements.seal(word, sign)
+    sent = {"a" * 64: changed, "b" * 64: forged, "c" * 64: withdrawn, "d" * 64: b"\x00" * 70}
+    listed = json.loads(south._list_studies()) | {"statements": list(sent)}
+    south.transport.allow_runs(
+        {"Studies": lambda: json.dumps(listed).encode(), "Statement": lambda d: sent[d]}
+    )
+    three.exchange("north", "east", "north", "east")
+    assert three.services["east"].ledger.entries.keys() == {"hearts"}
+    assert three.services["east"].ledger.find("hearts").proposal == made
+    assert not three.services["east"].ledger.find("hearts").is_withdrawn
+    told = three.told("east", "statement_refused")
+    assert len(told) == 4, "each once, and not again at every look"
+    for details in told:
+        assert details["peer"] == "south"
+        assert details["text"].isprintable()
+
+
+def test_what_a_member_says_of_its_studies_is_read_strictly():
+    good = {"roster": 1, "running": "", "begun": "", "statements": ["0" * 64]}
+    assert service._parse_studies(json.dumps(good).encode()) == good
+    for change in (
+        {"statements": ["../../x"]},
+        {"statements": [1]},
+        {"statements": "0" * 64},
+        {"roster": True},
+        {"running": "x"},
+        {"more": 1},
+    ):
+        with pytest.raises(statements.Refused):
+            service._parse_studies(json.dumps(good | change).encode())
+
+
+def test_rules_approve_what_they_allow_and_nothing_else(hall):
+    hall.write_node("south", RULES + "rounds = 3")
+    hall.write_node("east", RULES.replace("north", "south"))
+    for name in NAMES:
+        hall.open(name)
+    hall.propose()
+    hall.exchange()
+    for name in NAMES:
+        hall.services[name].decide()
+    hall.exchange()
+    entry = hall.services["north"].ledger.find("hearts")
+    assert entry.says("approval", "south")
+    assert not entry.says("approval", "east")
+    (told,) = hall.told("east", "waits_for_approval")
+    assert told["text"] == "north is none of [rules] proposers"
+
+
+@pytest.mark.parametrize(
+    ("rules", "change", "said"),
+    [
+        ("", {}, "names no proposers"),
+        (RULES + "rounds = 2", {}, "it has 3 rounds; [rules] allow 2"),
+        (RULES.replace('"dac"', '"fedavg"'), {}, "its method is dac"),
+        (RULES + "secure_aggregation = true", {}, "secure_aggregation, which [rules] require"),
+        (RULES + "noise = 1.0", {}, "its noise_multiplier is 0; [rules] require 1"),
+        (RULES, {"model": "no_such_package.nets:Net"}, "a person decides"),
+        (RULES, {"features": [7]}, "have features [6]; the study hearts expects [7]"),
+        (RULES, {"classes": 3, "outputs": 3}, "have classes 2; the study hearts expects 3"),
+        (RULES, {"role": "lungs"}, "unknown role of data 'lungs'"),
+    ],
+)
+def test_a_study_that_no_rule_allows_waits_for_a_person_and_says_why(hall, rules, change, said):
+    hall.write_node("south", rules)
+    for name in ("north", "south"):
+        hall.open(name)
+    hall.propose(**change)
+    hall.exchange("south")
+    for _ in range(3):
+        hall.services["south"].decide()
+    assert not hall.services["south"].ledger.find("hearts").says("approval", "south")
+    (told,) = hall.told("south", "waits_for_approval")
+    assert said in told["text"]
+
+
+def test_the_same_study_comes_first_everywhere_and_when_its_quorum_is_here(three):
+    now = time.time()
+    # In the order in which they were proposed, whatever the order in which they are approved.
+    three.propose("second", time=now)
+    three.propose("first", time=now - 60, members=["north", "south"], quorum=2)
+    three.exchange()
+    three.say("south", "approval", "second")
+    three.say("east", "approval", "second")
+    three.exchange()
+    three.exchange()
+    assert [three.services[n].pick_study().proposal.name for n in NAMES] == ["second"] * 3
+    three.say("south", "approval", "first")
+    three.exchange()
+    three.exchange()
+    picked = [three.services[n].pick_study() for n in NAMES]
+    assert [one and one.proposal.name for one in picked] == ["first", "first", "second"]
+    # East is away: its study waits, and the other does not.
+    for name in ("north", "south"):
+        views = three.services[name]._views
+        views["east"] = replace(views["east"], at=time.monotonic() - 3600)
+        three.services[name].membership.say(
+            "withdrawal" if name == "north" else "stop", three.services[name].ledger.find("first")
+        )
+        assert three.services[name].pick_study() is None
+
+
+def test_a_member_that_is_in_another_study_is_not_here(three):
+    made = three.propose()
+    for name in ("south", "east"):
+        three.exchange(name)
+        three.say(name, "approval")
+    three.exchange()
+    three.exchange()
+    north = three.services["north"]
+    assert north.pick_study() is not None
+    view = north._views["south"]
+    north._views["south"] = replace(view, running="f" * 64, begun="f" * 64)
+    assert north.pick_study() is None
+    # It only waits there, for members that may wait here.
+    north._views["south"] = replace(view, running="f" * 64)
+    assert north.pick_study() is not None
+    north._views["south"] = replace(view, running=made.digest, begun=made.digest)
+    assert north.pick_study() is not None
+
+
+def test_hours_hold_back_what_has_not_begun(three, monkeypatch):
+    rules = servicefile.Rules(hours="20-6")
+    hours = {h: rules.allows_hour(time.mktime((2030, 1, 1, h, 30, 0, 0, 1, -1))) for h in range(24)}
+    assert [h for h, fine in hours.items() if fine] == [0, 1, 2, 3, 4, 5, 20, 21, 22, 23]
+    day = servicefile.Rules(hours="8-17")
+    assert not day.allows_hour(time.mktime((2030, 1, 1, 17, 0, 0, 0, 1, -1)))
+    with pytest.raises(ConfigError, match="two hours of the day"):
+        servicefile.Rules(hours="25-3")
+    three.propose(members=["north", "south"], quorum=2)
+    three.exchange("south")
+    three.say("south", "approval")
+    three.exchange()
+    three.exchange()
+    north = three.services["north"]
+    assert north.pick_study() is not None
+    monkeypatch.setattr(servicefile.Rules, "allows_hour", lambda self, now: False)
+    assert north.pick_study() is None
+
+
+def spec(proposal: Proposal) -> RunSpec:
+    return make_run_spec(statements.parse_proposed(proposal.study, to_run=True))
+
+
+def test_a_study_has_its_own_members_numbers_and_run_with_the_keys_of_today(hall):
+    made = hall.proposal(members=["east", "north"], quorum=2)
+    first = derive_roster(made, hall.roster, spec(made))
+    assert [(m.name, m.clients) for m in first.members] == [("east", (0,)), ("north", (1,))]
+    assert (first.run, first.population) == (made.run, 2)
+    assert first.member("north").key == hall.roster.member("north").key
+    assert first.study
+    assert first.schema
+    left = replace(
+        hall.roster, members=hall.roster.members[:2], removed=(2,), version=hall.roster.version + 1
+    )
+    second = derive_roster(made, left, spec(made))
+    assert (second.host_of, second.removed) == ({1: "north"}, (0,))
+    assert second.study == first.study
+
+
+def test_a_running_study_adopts_a_newer_roster_of_the_federation(hall):
+    north, made = hall.open("north"), hall.proposal()
+    keeper = StudyKeeper(north.keeper, lambda newest: derive_roster(made, newest, spec(made)))
+    assert keeper.reload_file() is None
+    left = replace(
+        hall.roster, members=hall.roster.members[:2], removed=(2,), version=hall.roster.version + 1
+    )
+    keys = hall.folder / "keys"
+    rosters.write_signed(hall.folder / "newer.toml", left, keys / "organizer.key")
+    found = keeper.accept_offer(rosters.load_signed(hall.folder / "newer.toml"), "south")
+    assert found is not None
+    assert [m.name for m in found.members] == ["north", "south"]
+    assert north.transport.roster == left, "its links are those of the newer roster, too"
+    assert keeper.reload_file() is None
+    assert hall.membership("north").keeper.roster == left, "it is kept for the next start"
+    (told,) = hall.told("north", "roster")
+    assert told["removed"] == ["east"]
+
+
+def test_a_roster_of_somebody_else_changes_nothing(hall):
+    north, made = hall.open("north"), hall.proposal()
+    keeper = StudyKeeper(north.keeper, lambda newest: derive_roster(made, newest, spec(made)))
+    assert keeper.accept_offer(b"\x00" * 200, "south") is None
+    assert north.roster == hall.roster
+
+
+def test_how_a_study_stands_is_said_in_a_word(three):
+    made = three.propose(quorum=2)
+    three.exchange("south")
+    membership = three.membership("south")
+
+    def word(state: dict[str, Any] | None = None) -> str:
+        membership.ledger.reload()
+        return membership.describe(membership.ledger.find("hearts"), state or {})[0]
+
+    assert word() == "proposed"
+    three.say("south", "refusal")
+    assert word() == "declined"
+    three.say("south", "approval")
+    assert word() == "queued"
+    assert word({"running": made.digest, "round": 1, "waiting": False}) == "running"
+    three.say("south", "stop")
+    assert word() == "stopped"
+
+
+def test_the_report_says_what_would_leave_and_loads_no_code_unasked(hall):
+    membership = hall.membership("south")
+    made = hall.proposal()
+    study = statements.parse_proposed(made.study, to_run=True)
+    file = membership.file.make_node_file("hearts", "heart", server=False, quorum=3)
+    rows = consent.load_role(file, made, study, (1,))
+    said = "\n".join(consent.describe_sending(made, rows, "south"))
+    # A linear model of 6 features and 2 classes has 14 numbers of 4 bytes.
+    assert "56 bytes of numbers" in said
+    assert "1.weight [2, 6], 1.bias [2]" in said
+    # One peer in each of three rounds.
+    assert "to any of north, east: 3 models in 3 rounds" in said
+    assert "privacy   none" in said
+    code = hall.proposal(model="no_such_package.nets:Net")
+    said = "\n".join(consent.describe_sending(code, None, "south"))
+    assert "loads     model.kind = no_such_package.nets:Net" in said
+
+
+def test_a_node_file_without_a_role_or_with_rows_of_the_study_is_refused(tmp_path):
+    for text, said in (
+        ('[data]\narrays = "x.npz"', "expected a table: .data.arrays"),
+        ('[data."../x"]\narrays = "x.npz"', "letters, digits"),
+        ('[data.heart]\nstudy = "own rows"', "for demonstrations"),
+        ("[rules]\nround = 3", "did you mean 'rounds'"),
+    ):
+        path = tmp_path / "node.toml"
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            servicefile.load(path)
