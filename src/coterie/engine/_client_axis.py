@@ -58,13 +58,13 @@ class ClientAxis:
         return (
             isinstance(value, Tensor)
             and value.ndim > 0
-            and len(value) > 0
-            and len(value) % (self.clients * self.samples) == 0
+            and value.shape[0] > 0
+            and value.shape[0] % (self.clients * self.samples) == 0
         )
 
     def split(self, tensor: Tensor) -> Sequence[Tensor]:
         """Return the part of each client, aligned like a tensor of its own."""
-        parts = tensor.split(len(tensor) // self.clients)
+        parts = tensor.split(tensor.shape[0] // self.clients)
         return [align_memory(part) for part in parts]
 
     def join(self, parts: Sequence[Any]) -> Any:

@@ -28,7 +28,7 @@ from coterie.models.given import copy_deeply
 from coterie.models.layout import Layout, copy_module
 
 # Bytes that the backward pass of a block keeps. On a CPU larger blocks only leave the caches.
-_MAX_KEPT_BYTES = {"cpu": 1 << 28, "cuda": 1 << 34}
+_MAX_KEPT_BYTES = {"cpu": 1 << 27, "cuda": 1 << 34}
 # share by which averages of equal numbers differ from them, after many rounds too
 _ROUNDING = 1e-5
 
@@ -120,16 +120,12 @@ class SharedBackboneEngine(Engine):
         """Return each client's loss and gradient."""
         clients, samples = x.shape[:2]
         own, device = self._training_module(rows.device), rows.device
-        kept = _KeptBytes(own.module)
         draws = self._make_draws(inputs, clients, samples, device)
         with ExitStack() as modes:
             for mode in (self._product_precision(device), own.axis.use(clients, samples, draws)):
                 modes.enter_context(mode)
             trained = modes.enter_context(own.lend(rows))
-            # Hooks take time: what one pass keeps is what all keep.
-            with nullcontext() if self.sample_bytes else kept.watch():
-                outputs = self._run_module(own, x.flatten(0, 1), draws)
-            self.sample_bytes = self.sample_bytes or max(1, kept.total // (clients * samples))
+            outputs = self._run_module(own, x.flatten(0, 1), draws)
             if len(outputs) != clients * samples:
                 raise NoClientAxisError(
                     f"it returns {len(outputs)} outputs for {clients * samples} samples"
@@ -155,7 +151,10 @@ class SharedBackboneEngine(Engine):
 
     def _run_module(self, own: "_TrainingModule", x: Tensor, draws: KeyedDraws | None) -> Tensor:
         """Return what the module makes of the samples of all clients."""
+        # Hooks take time: what the first pass keeps of a sample is what all keep.
+        kept = None if self.sample_bytes else _KeptBytes(own.module)
         with ExitStack() as modes:
+            modes.enter_context(kept or nullcontext())
             modes.enter_context(own.use_functions(x.device))
             # Autocast belongs around the forward pass alone: backward operations take its types.
             if self.precision == "bf16":
@@ -164,6 +163,8 @@ class SharedBackboneEngine(Engine):
                 modes.enter_context(plain_attention(x.device))
                 modes.enter_context(draws)
             outputs: Tensor = own.module(x)
+        if kept is not None:
+            self.sample_bytes = 1 + kept.total // len(x)
         return outputs
 
     def _product_precision(self, device: torch.device) -> AbstractContextManager[None]:
@@ -228,8 +229,8 @@ class _TrainingModule:
                 layer.release()
 
 
-class _KeptBytes:
-    """Counts what autograd keeps for a backward pass.
+class _KeptBytes(torch.autograd.graph.saved_tensors_hooks):
+    """While active, counts what autograd keeps for a backward pass.
 
     Args:
         module: whose own tensors do not count.
@@ -239,13 +240,10 @@ class _KeptBytes:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        super().__init__(self._count, lambda kept: kept)
         self.total = 0
         own = [*module.parameters(), *module.buffers()]
         self._seen = {one.untyped_storage().data_ptr() for one in own}
-
-    def watch(self) -> AbstractContextManager[Any]:
-        """Count while active."""
-        return torch.autograd.graph.saved_tensors_hooks(self._count, lambda kept: kept)
 
     def _count(self, tensor: Tensor) -> Tensor:
         memory = tensor.untyped_storage()
