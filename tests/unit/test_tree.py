@@ -80,6 +80,8 @@ ELSEWHERE = {
     "methods/perfedavg": "paper/test_personalized.py",
     "methods/pfedme": "paper/test_personalized.py",
     "methods/sosicfl": "paper/test_sosicfl.py",
+    "net/decisions": "unit/net/test_federation_page.py",
+    "report/server": "unit/report/test_watch.py",
     "models/simplex_layers": "paper/test_sosicfl.py",
     # taken home in whole runs
     "cli/_export": "e2e/test_take_home.py",

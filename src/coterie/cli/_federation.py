@@ -1,15 +1,19 @@
 """The commands of a standing federation: `coterie federation ...`, `propose`, `approve`, ..."""
 
 import time
+import webbrowser
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coterie._util.files import check_folder, show_path
 from coterie.cli import _net
 from coterie.errors import ConfigError
+
+if TYPE_CHECKING:  # it needs the extra for networks
+    from coterie.net.decisions import Decisions
 
 federation = typer.Typer(
     no_args_is_help=True,
@@ -123,6 +127,61 @@ def serve_member(
     service.serve(file, insecure=insecure)
 
 
+@federation.command("check")
+def check_member(
+    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="This member's file.")],
+) -> None:
+    """Check a member before studies come: identity, roster, data of each role, and links.
+
+    While the service runs it also says which members are here, and why the others are
+    not. The exit status is 1 when something is wrong.
+
+    [bold]Example[/bold]
+
+      coterie federation check node.toml
+    """
+    _net.check_packages()
+    from coterie.net import member_check, servicefile
+
+    if not member_check.check_member(servicefile.load(file), _net.report_check):
+        raise typer.Exit(1)
+
+
+@federation.command("watch")
+def watch_federation(
+    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="This member's file.")],
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any free one.")
+    ] = 0,
+    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+) -> None:
+    """Serve this member's page of its federation on 127.0.0.1; Ctrl-C ends it.
+
+    It shows members and studies, what each study would send, and the curves of studies
+    that run, and approves, declines or stops a study when a button is pressed.
+
+    [bold]Example[/bold]
+
+      coterie federation watch node.toml --open
+    """
+    _net.check_packages()
+    from coterie.net import servicefile
+    from coterie.net.federation_page import FederationPage
+    from coterie.net.service import Membership
+
+    membership = Membership.open(servicefile.load(file))
+    with FederationPage(membership, port=port) as page:
+        typer.echo(f"Following {show_path(file)}; Ctrl-C ends it\n{page.address}")
+        # After the server is there: a browser that came first would find nothing.
+        if open_:
+            webbrowser.open(page.address)
+        try:
+            page.wait()
+        # Ctrl-C is the way to end it, hence no error.
+        except KeyboardInterrupt:
+            typer.echo("ended", err=True)
+
+
 def propose_study(
     study: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="The study file.")],
     node: Node = _NODE,
@@ -197,6 +256,7 @@ def list_studies(node: Path, name: str | None) -> None:
     """List the studies of a member, or describe one: what would leave the member."""
     _net.check_packages()
     from coterie.net import servicefile
+    from coterie.net.decisions import Decisions
     from coterie.net.service import Membership
 
     membership = Membership.open(servicefile.load(node))
@@ -210,26 +270,8 @@ def list_studies(node: Path, name: str | None) -> None:
         word, text = membership.describe(entry, state)
         typer.echo(f"{title}: {word}, proposed by {entry.proposal.by}; {text}")
     if name is not None:
-        for line in _describe(membership, entries[name], loads_code=False):
+        for line in Decisions(membership, entries[name]).describe():
             typer.echo(f"  {line}")
-
-
-def _describe(membership: Any, entry: Any, *, loads_code: bool) -> list[str]:
-    """Check the data of a study's role, and return what would leave this member."""
-    from coterie.net import consent
-    from coterie.net.statements import find_code, parse_proposed
-
-    proposal, own = entry.proposal, membership.own.name
-    if own not in proposal.members:
-        return consent.describe_sending(proposal, None, own)
-    study = parse_proposed(proposal.study, to_run=loads_code)
-    file = membership.file.make_node_file(
-        proposal.name, proposal.role, server=False, quorum=proposal.quorum
-    )
-    rows = consent.load_role(file, proposal, study, (proposal.members.index(own),))
-    if find_code(proposal.study) and not loads_code:
-        rows = None
-    return consent.describe_sending(proposal, rows, own)
 
 
 def approve_study(
@@ -251,27 +293,8 @@ def approve_study(
 
       coterie approve hearts
     """
-    membership, entry = _open(name, node)
-    from coterie.net.ledger import FAILED
-    from coterie.net.statements import find_code
-
-    found = find_code(entry.proposal.study)
-    if found and not code:
-        raise ConfigError(
-            f"{name} would load {'; '.join(found[:5])}: look at that on this machine, and approve "
-            "it with --code"
-        )
-    own = membership.own.name
-    for kind, text in (("stop", "stopped it"), ("end", "finished it")):
-        if entry.says(kind, own):
-            raise ConfigError(f"{own} has {text} before; propose it again under another name")
-    if own not in entry.proposal.members:
-        raise ConfigError(f"{own} is none of the members of {name}")
-    for line in _describe(membership, entry, loads_code=code):
+    for line in _open(name, node).approve(loads_code=code):
         typer.echo(line)
-    # What went wrong before is tried again.
-    (entry.folder / FAILED).unlink(missing_ok=True)
-    membership.say("approval", entry)
     typer.echo(f"{name} is approved: {_SENT}")
 
 
@@ -282,10 +305,7 @@ def decline_study(name: Name, node: Node = _NODE) -> None:
 
       coterie decline hearts
     """
-    membership, entry = _open(name, node)
-    if entry.says("approval", membership.own.name):
-        raise ConfigError(f"{name} is approved already; end it here with: coterie stop {name}")
-    membership.say("refusal", entry)
+    _open(name, node).decline()
     typer.echo(f"{name} is declined: {_SENT}")
 
 
@@ -296,13 +316,7 @@ def withdraw_study(name: Name, node: Node = _NODE) -> None:
 
       coterie withdraw hearts
     """
-    membership, entry = _open(name, node)
-    if entry.proposal.by != membership.own.name:
-        raise ConfigError(
-            f"{name} was proposed by {entry.proposal.by}, who alone withdraws it; end it for this "
-            f"member with: coterie stop {name}"
-        )
-    membership.say("withdrawal", entry)
+    _open(name, node).withdraw()
     typer.echo(f"{name} is withdrawn: {_SENT}")
 
 
@@ -313,16 +327,17 @@ def stop_study(name: Name, node: Node = _NODE) -> None:
 
       coterie stop hearts
     """
-    membership, entry = _open(name, node)
-    membership.say("stop", entry)
-    typer.echo(f"{name} is stopped for {membership.own.name}: {_SENT}")
+    decisions = _open(name, node)
+    decisions.stop()
+    typer.echo(f"{name} is stopped for {decisions.own}: {_SENT}")
 
 
-def _open(name: str, node: Path) -> tuple[Any, Any]:
-    """Return this member, and a study that was proposed."""
+def _open(name: str, node: Path) -> "Decisions":
+    """Return what this member may say about a study that was proposed."""
     _net.check_packages()
     from coterie.net import servicefile
+    from coterie.net.decisions import Decisions
     from coterie.net.service import Membership
 
     membership = Membership.open(servicefile.load(node))
-    return membership, membership.ledger.find(name)
+    return Decisions(membership, membership.ledger.find(name))

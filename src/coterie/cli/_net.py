@@ -281,7 +281,7 @@ def rehearse_links(
     check_packages()
     from coterie.net import nodefile, rehearsal
 
-    if not rehearsal.rehearse(nodefile.load(file), _report_check, seconds=wait, insecure=insecure):
+    if not rehearsal.rehearse(nodefile.load(file), report_check, seconds=wait, insecure=insecure):
         raise typer.Exit(1)
 
 
@@ -724,11 +724,11 @@ def run_doctor(
     from coterie.net import doctor as examiner
     from coterie.net import nodefile
 
-    if not examiner.check_node(nodefile.load(file), _report_check, insecure=insecure):
+    if not examiner.check_node(nodefile.load(file), report_check, insecure=insecure):
         raise typer.Exit(1)
 
 
-def _report_check(text: str, good: bool) -> None:
+def report_check(text: str, good: bool) -> None:
     """Print the result of a check."""
     typer.echo(f"{'ok   ' if good else 'WRONG'}  {text}")
 

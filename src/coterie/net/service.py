@@ -47,6 +47,8 @@ from coterie.studies.config import StudyConfig
 
 STATE = "service.json"
 """What the service does, in the folder of studies, for `coterie studies`."""
+CLAIM = ".service"
+"""The folder, in that of studies, which a running service claims."""
 _PAUSE = 1.0  # seconds between two looks at files and members
 _ASKED = 8  # members that are asked at a look, others at the next
 _ANSWER = 5.0  # seconds for an answer
@@ -652,7 +654,7 @@ def serve(path: Path, *, insecure: bool = False) -> None:
     log.node = membership.own.name
     with ExitStack() as stack:
         # Not the folder of studies itself: commands add statements to it.
-        stack.enter_context(claim_folder(file.resolve_path(file.studies) / ".service"))
+        stack.enter_context(claim_folder(file.resolve_path(file.studies) / CLAIM))
         transport = stack.enter_context(
             GrpcTransport(
                 membership.keeper.roster, membership.own.name,

@@ -6,8 +6,9 @@ from urllib.parse import urlsplit
 import pandas as pd
 import pytest
 
+from coterie._util.loopback import HOST
 from coterie.errors import ConfigError
-from coterie.report.watch import HOST, FolderFollower, WatchServer
+from coterie.report.watch import FolderFollower, WatchServer
 
 
 def ask(watch, path, *, method="GET", host=None):

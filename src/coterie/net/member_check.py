@@ -1,0 +1,121 @@
+"""Checks of a federation's member: all that can go wrong before a study comes."""
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from coterie._util.claims import find_owner
+from coterie.errors import CoterieError
+from coterie.net import doctor, nodefile
+from coterie.net import roster as rosters
+from coterie.net.identity import Identity
+from coterie.net.roster import Member, Roster
+from coterie.net.service import CLAIM, STATE
+from coterie.net.servicefile import ServiceFile
+from coterie.studies.config import parse_study_text
+
+_SOON = 2  # days; as in the checks of rosters
+# Sources of data take the seed of a study, and nothing else of it.
+_ANY_STUDY = "seeds = [0]\n[data]\ndataset = 'digits'\n[[methods]]\nkind = 'local'"
+Say = Callable[[str, bool], None]
+
+
+def check_member(file: ServiceFile, say: Say) -> bool:
+    """Check a member's identity, roster and data, and the members that it can dial.
+
+    Args:
+        file: node.toml.
+        say: called with each result: a sentence, and whether the check passed.
+
+    Returns:
+        Whether all checks passed.
+    """
+    fine = True
+
+    def report(text: str, good: bool = True) -> None:
+        nonlocal fine
+        fine &= good
+        say(text, good)
+
+    found = _check_identity(file, report)
+    for role in file.data:
+        _check_role(file, role, report)
+    if not file.data:
+        report("no data: a study names data by a role, in a table [data.ROLE]", False)
+    if found is not None:
+        own, roster = found
+        _check_links(file, own, roster, report)
+    return fine
+
+
+def _check_identity(
+    file: ServiceFile, report: Callable[..., None]
+) -> tuple[Identity, Roster] | None:
+    try:
+        own = file.load_identity()
+        left = own.certificate.not_valid_after_utc - datetime.now(UTC)
+        report(
+            f"{own.name}: key and certificate belong together; valid for {left.days} days",
+            left.days >= _SOON,
+        )
+        roster = rosters.load(file.resolve_path(file.roster), file.resolve_path(file.organizer))
+        problems = rosters.check_own(roster, own)
+    except CoterieError as error:
+        report(str(error), False)
+        return None
+    for problem in problems:
+        report(problem, False)
+    names = ", ".join(member.name for member in roster.members[:20])
+    report(f"federation {roster.run}: roster {roster.version} is signed; members: {names}")
+    return own, roster
+
+
+def _check_role(file: ServiceFile, role: str, report: Callable[..., None]) -> None:
+    try:
+        source = file.make_node_file("check", role, server=False, quorum=1)
+        rows = nodefile.load_own_rows(source, parse_study_text(_ANY_STUDY, name="check"), (0,), 1)
+    except (CoterieError, OSError) as error:
+        report(f"[data.{role}]: {error}", False)
+        return
+    counts = [int(rows.count_samples(split).sum()) for split in ("train", "validation")]
+    kind = f"{rows.classes} classes" if rows.classes else "numbers to predict"
+    report(
+        f"[data.{role}]: {counts[0]} training and {counts[1]} validation samples of "
+        f"{list(rows.features)} numbers, {kind}"
+    )
+
+
+def _check_links(
+    file: ServiceFile, own: Identity, roster: Roster, report: Callable[..., None]
+) -> None:
+    proxy, folder = file.network.proxy, file.resolve_path(file.studies)
+    for relay in roster.relays:
+        report(*doctor.check_relay(relay, proxy))
+    others = [member for member in roster.members if member.name != own.name]
+    if find_owner(folder / CLAIM):
+        report("the service runs")
+        here = _load_here(folder / STATE)
+        for member in others:
+            text = "here"
+            if member.name not in here:
+                text = doctor.explain_silence(member, proxy)
+            report(f"{member.name}: {text}", member.name in here)
+        return
+    report("the service does not run; members answer when it does: coterie federation serve")
+    for member in others:
+        if not member.is_outbound:
+            report(*_check_door(member, proxy))
+
+
+def _load_here(path: Path) -> list[str]:
+    try:
+        return list(json.loads(path.read_text("utf-8"))["here"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _check_door(member: Member, proxy: str) -> tuple[str, bool]:
+    """Return what a connection shows of a member, and whether it can be dialed."""
+    text, good = doctor.check_relay(member, proxy)
+    return text.removeprefix("relay "), good
