@@ -21,6 +21,7 @@ MAY_SKIP = (
     "no flwr_datasets: it takes no newest datasets",
     "no history: the clone is shallow",
     "no emulator of ARM",
+    "no timm: it is in no extra",
     "no other compiler",
     "no namespaces: they need the rights of root",
 )
