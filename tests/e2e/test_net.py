@@ -124,7 +124,10 @@ def test_four_nodes_that_wait_for_nobody_are_repeated_to_the_byte(tmp_path, port
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert done.output.splitlines() == [f"{name}: 12 rounds, equal to the byte" for name in files]
-    part = CliRunner().invoke(app, [*command[:-1]])
+    logs = [str(tmp_path / "nodes" / name) for name in files]
+    audit = CliRunner().invoke(app, ["net", "audit", *logs])
+    assert "WRONG" not in audit.output
+    part = CliRunner().invoke(app, command[:-1])
     assert "nobody made it" in str(part.exception)
     edges = next((tmp_path / "nodes" / "node-01").rglob("edges.parquet"))
     edges.write_bytes(edges.read_bytes() + b"!")

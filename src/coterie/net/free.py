@@ -39,10 +39,10 @@ from coterie.runtime.loop import Loop
 
 READ = "read"
 """The event of a journal that says what was read in a round."""
-_LEAST = 0.1  # seconds for which an answer is waited for at least
-_ROOM = 4.0  # how many times a member's usual time
-_FIRST = 3.0  # seconds, while a member's usual time is not known
-_TIMES = 5  # of a member, that make its usual one
+_LEAST = 0.25  # seconds for which an answer is waited for at least
+_ROOM = 4.0  # how many times what answers of others usually take
+_FIRST = 3.0  # seconds for the first answer of a member, where `slow` is 0
+_TIMES = 5  # newest times of a member that are kept
 _LOOK = 0.05  # seconds between two looks at whether this node can go on
 _OF_A_MEMBER = 4  # messages that are asked for at a time
 _AT_A_TIME = 64  # of all members
@@ -214,8 +214,8 @@ class NewestMessages:
     """The newest message of each client that has come to this node.
 
     Questions go on in the background; a round waits for an answer no longer than a few times what
-    the member usually takes, and for a member that was silent for longer not at all until it has
-    answered.
+    the other members usually take, and for a member that was silent for longer not at all until it
+    has answered.
 
     Args:
         post: asks.
@@ -287,13 +287,19 @@ class NewestMessages:
         return kept.delivery
 
     def _patience(self, name: str) -> float:
+        """Return the seconds for which this node waits for answers of a member."""
+        first = self.post.terms.slow or _FIRST
         with self._lock:
             if name in self._silent:
                 return 0.0
-            times = self._times.get(name)
-            if not times:
-                return self.post.terms.slow or _FIRST
-            return max(_LEAST, _ROOM * statistics.median(times))
+            if name not in self._times:
+                return first
+            own = statistics.median(self._times[name])
+            others = [statistics.median(t) for n, t in self._times.items() if n != name]
+        # By what others take: a member must not raise its own limit by being slow, answer by
+        # answer. With nobody else there is a bound at least.
+        usual = statistics.median_low(others) if others else min(own, first / _ROOM)
+        return max(_LEAST, _ROOM * usual)
 
     def _ask(self, name: str, clients: list[int], template: Template) -> dict[int, Future[str]]:
         """Ask a member that is not being asked already; a few of its messages at a time."""

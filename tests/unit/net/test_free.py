@@ -1,6 +1,7 @@
 """Nodes that wait for nobody: what is read, how old it is, and what a slow member costs the others."""
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -474,6 +475,20 @@ def test_a_member_that_does_not_answer_is_waited_for_once(readers, monkeypatch):
     while 1 not in reader.read(1, 2) and time.monotonic() < until:
         time.sleep(0.05)
     assert reader.read(1) == {1: (0, reader.round)}
+
+
+def test_a_member_cannot_stretch_the_wait_for_it_by_answering_later_and_later(readers):
+    """Others answer in 0.1 s: four times that, whatever it takes itself; alone, 3 s at most."""
+    newest = readers().exchange.newest
+    assert newest._patience("n1") == 3.0, "the first answer has a connection to make"
+    newest._times = {"n1": deque([50.0, 60.0, 70.0])}
+    assert newest._patience("n1") == 3.0
+    newest._times["n1"] = deque([0.5])
+    assert newest._patience("n1") == 2.0
+    newest._times |= {"n1": deque([50.0]), "n2": deque([0.1, 0.1, 9.0]), "n3": deque([30.0])}
+    assert newest._patience("n1") == pytest.approx(0.4), "of two others the faster one"
+    newest._times["n2"] = deque([0.001])
+    assert newest._patience("n1") == 0.25, "time for a busy machine"
 
 
 def test_two_exchanges_in_a_round_are_refused(readers):

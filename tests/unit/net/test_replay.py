@@ -13,8 +13,11 @@ from tests.unit.net.test_free import free_plan, make_slow
 from tests.unit.net.test_node import FEDERATION, Network, crash_in
 
 from coterie.errors import ConfigError, DataError
-from coterie.net.node import ARRIVALS, Node
+from coterie.net import local
+from coterie.net.log import Log
+from coterie.net.node import ARRIVALS, Node, Patience
 from coterie.net.replay import ReplayMember, compare_with_stored, read_journal, replay
+from coterie.net.transport import Hub, InProcess
 from coterie.runtime import checkpoint
 
 
@@ -75,6 +78,38 @@ def test_messages_in_half_precision_are_repeated_as_they_came(networks):
         node.post.terms = replace(node.post.terms, half=number != 2)
     run_at_speeds(network, SPEEDS)
     assert differences(network) == {f"n{i}": [] for i in range(6)}
+
+
+@pytest.mark.full
+def test_nodes_with_several_clients_of_which_some_stop_are_repeated(tmp_path):
+    """Three nodes of two clients; those of a node go in step and read each other."""
+    groups, plan = (
+        [[0, 1], [2, 3], [4, 5]],
+        free_plan("dac", {"num_peers": 3}, patience=2, rounds=9),
+    )
+    roster, keys = local.make_members(groups)
+    hub, nodes = Hub(), []
+    for number, group in enumerate(groups):
+        node = Node(
+            plan, FEDERATION.host(group), roster, InProcess(hub, f"n{number}"),
+            local.make_signer(keys[number]), tmp_path / f"n{number}",
+            patience=Patience(20.0, 1, linger=20.0, ask=2.0, poll=0.02), log=Log("n", level="error"),
+        )  # fmt: skip
+        make_slow(node, [0.0, 0.05, 0.2][number])
+        nodes.append(node)
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(Node.run, nodes))
+    for node in nodes:
+        node.close()
+        node.transport.close()
+    stopped = torch.cat([node.loop.tracker.stopped for node in nodes])
+    assert stopped.any(), "the case is one in which clients stop"
+    members = [
+        ReplayMember(f"n{i}", FEDERATION.host(group), tmp_path / f"n{i}")
+        for i, group in enumerate(groups)
+    ]
+    loops = replay(plan, roster, members)
+    assert [compare_with_stored(one, loops[one.name]) for one in members] == [[], [], []]
 
 
 @pytest.mark.parametrize("order", first_only(["exchange_first", "train_first"]))
@@ -185,7 +220,7 @@ def test_a_run_with_common_rounds_is_told_to_be_simulated(tmp_path, networks):
 
 def test_private_training_cannot_be_repeated(networks):
     network = networks()
-    local = replace(network.plan.settings.local, dp={"clip": 1.0, "noise_multiplier": 1.0})
-    plan = replace(network.plan, settings=replace(network.plan.settings, local=local))
+    private = replace(network.plan.settings.local, dp={"clip": 1.0, "noise_multiplier": 1.0})
+    plan = replace(network.plan, settings=replace(network.plan.settings, local=private))
     with pytest.raises(ConfigError, match=r"local\.dp is set; a run with private training"):
         replay(plan, network.roster, [])
