@@ -240,13 +240,14 @@ def unhurried(found: Results) -> str:
     head = ("slow members", "s a round of the others, median", "of the slowest of them", "of the slow ones",
             "reads without a message", "mean age", "oldest", "members repeated to the byte", "s of the repetition")  # fmt: skip
     alike = [r["s_a_round"] for r in found if not r["slow"]]
-    slowed = [r["s_a_round"] for r in found if r["slow"]]
-    change = 100 * (sum(slowed) / len(slowed) / (sum(alike) / len(alike)) - 1)
+    changes = []
+    for r in found:
+        changes += [f"{100 * (r['s_a_round'] / each - 1):+.1f} %" for each in alike if r["slow"]]
     return (
         f'{first["nodes"]} nodes as processes with `pace = "free"`, mutual TLS, DAC. A training takes {first["training_s"]:g} s '
         f"(with a pause in it), that of a slow member {first['times']} times as long; rounds from number {first['after']} on. "
-        f"With slow members the median pace of the others changes by {change:+.1f} %. Ages are in rounds of the reader.\n\n"
-        + table(head, rows)
+        f"Compared with each of the runs without slow members, in turn, a round takes the others {' and '.join(changes)} longer. "
+        "Ages are in rounds of the reader.\n\n" + table(head, rows)
     )
 
 

@@ -200,3 +200,20 @@ def test_what_a_renewal_of_the_roster_cost_is_shown(shown):
     assert "| seconds until the others had the new key | 0.1 to 0.4 |" in page
     assert "| messages that did not come | removed, of the two: 3 |" in page
     assert "| connections and messages turned away | none |" in page
+
+
+def test_the_pace_of_nodes_that_wait_for_nobody_is_compared_with_each_run_without_slow_ones(shown):
+    """0.99 s against 0.9 and 1.1 s: a tenth longer, and a tenth less."""
+    row = {"nodes": 12, "slow": 0, "times": 10, "training_s": 0.8, "rounds": 20, "after": 5, "s_a_round": 0.9,
+           "slowest_s_a_round": 0.95, "s_a_round_of_the_slow": [], "read": 90, "missing": 10, "mean_age": 0.5,
+           "oldest": 3, "equal_to_the_byte": 12, "replay_s": 2.0}  # fmt: skip
+    slowed = {
+        "slow": 2,
+        "s_a_round": 0.99,
+        "s_a_round_of_the_slow": [8.1, 8.0],
+        "equal_to_the_byte": 11,
+    }
+    page = shown("network/free", row, {**row, **slowed}, {**row, "s_a_round": 1.1})
+    assert "a round takes the others +10.0 % and -10.0 % longer" in page
+    assert "| 2 | 0.990 | 0.950 | 8 to 8.1 | 10 of 100 | 0.5 | 3 | 11 of 12 | 2 |" in page
+    assert "| 0 | 1.100 | 0.950 | – |" in page
