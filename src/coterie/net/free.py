@@ -308,22 +308,28 @@ class NewestMessages:
                 return {c: self._busy[name][c] for c in clients if c in self._busy[name]}
             answers: dict[int, Future[str]] = {client: Future() for client in clients}
             self._busy[name] = answers
+            # A member that is silent holds one thread at a time.
+            lanes = 1 if name in self._silent else min(_OF_A_MEMBER, len(clients))
         began, left = time.monotonic(), [len(answers)]
 
         def ask_in_turn(lane: list[int]) -> None:
             for client in lane:
-                reason = "closing"
+                reason, failure = "closing", None
                 try:
                     reason = self._ask_one(name, client, template)
-                finally:
-                    with self._lock:
-                        left[0] -= 1
-                        if not left[0]:
-                            self._end(name, time.monotonic() - began, reason)
+                except Exception as error:  # it is raised where the answer is waited for
+                    failure = error
+                with self._lock:
+                    left[0] -= 1
+                    if not left[0]:
+                        self._end(name, time.monotonic() - began, reason)
+                if failure is None:
                     answers[client].set_result(reason)
+                else:
+                    answers[client].set_exception(failure)
 
-        for start in range(min(_OF_A_MEMBER, len(clients))):
-            _submit(self._pool, ask_in_turn, clients[start::_OF_A_MEMBER])
+        for start in range(lanes):
+            _submit(self._pool, ask_in_turn, clients[start::lanes])
         return answers
 
     def _end(self, name: str, seconds: float, reason: str) -> None:

@@ -491,6 +491,16 @@ def test_a_member_cannot_stretch_the_wait_for_it_by_answering_later_and_later(re
     assert newest._patience("n1") == 0.25, "time for a busy machine"
 
 
+def test_an_error_of_this_program_is_raised_and_the_member_is_asked_again(readers, monkeypatch):
+    reader = readers()
+    reader.send(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(reader.posts[0], "fetch_newest", lambda *question: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            reader.read(1)
+    assert reader.read(1) == {1: (0, 1)}
+
+
 def test_two_exchanges_in_a_round_are_refused(readers):
     reader = readers()
     reader.read(1)
