@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 from scripts import requirements
 from typer.testing import CliRunner
 
@@ -158,10 +159,44 @@ def test_the_compose_file_starts_a_node_that_comes_back_may_do_little_and_instal
     assert node["logging"]["options"].keys() == {"max-size", "max-file"}
 
 
-def test_the_compose_file_is_one_by_the_schema_of_its_format():
+def test_the_federation_of_containers_has_members_that_meet_the_relay_alone():
+    """What each container runs is a command of the program; members share no network."""
+    yaml = pytest.importorskip("yaml")
+    document = yaml.safe_load((DOCS / "deploy/compose-federation.yaml").read_text())
+    node = yaml.safe_load((DOCS / "deploy/compose.yaml").read_text())["services"]["node"]
+    services, members = document["services"], ("cleveland", "hungary", "switzerland")
+    assert services.keys() == {"relay", *members} == {*document["networks"], "relay"}
+    assert services["relay"]["networks"] == list(members)
+    for name, one in services.items():
+        if name in members:
+            assert one["networks"] == [name]
+        assert one["volumes"] == [f"./{name}:{one['working_dir']}"]
+        # As careful as a node of one run.
+        for key in (
+            "build",
+            "image",
+            "user",
+            "read_only",
+            "tmpfs",
+            "security_opt",
+            "cap_drop",
+            "mem_limit",
+        ):
+            assert one[key] == node[key], key
+        program, *words = one["command"]
+        assert program == "coterie"
+        command = typer.main.get_command(app)
+        while hasattr(command, "commands"):
+            command = command.commands[words.pop(0)]
+        command.make_context(command.name, words)
+    assert all(network == {"internal": True} for network in document["networks"].values())
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose-federation.yaml"])
+def test_the_compose_file_is_one_by_the_schema_of_its_format(name):
     checker = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
     ended = subprocess.run(
-        [*checker, DOCS / "deploy/compose.yaml"], capture_output=True, text=True, check=False
+        [*checker, DOCS / "deploy" / name], capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stdout
 
