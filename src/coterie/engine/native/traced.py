@@ -68,7 +68,7 @@ _JUDGE_PARAMETERS = ("const Batch& batch", "const T* row", "const long size")
 _JUDGE_NAMES = (
     "T* const scores = batch.scores;",
     "const int64_t key[] = {0};",
-    "constexpr long from = 0;",
+    "static constexpr long from = 0;",
 )
 # operations of the usual losses and their scores
 _LOSSES = {
@@ -474,7 +474,8 @@ class TracedProgram:
         inputs = [f"const T* const input{k} = batch.inputs[{k}];" for k in range(len(self.inputs))]
         samples = "const long n = size;"
         if self.across:
-            samples = "constexpr long n = TOGETHER;"
+            # Static, or clang 14 wants a small function to capture what a loop of it depends on.
+            samples = "static constexpr long n = TOGETHER;"
         declared = [samples, *_BATCH_NAMES, *names, *inputs, *function.declarations()]
         lines = [*declared, *_cut(function.statements(), [*parameters, *declared])]
         body = [f"  {line}" for line in lines]
