@@ -3,6 +3,8 @@ r"""Measure the cost of a client-round, the memory and the files of a run, by po
     python benchmarks/population.py --out docs/reference/runs/performance/population.json
     python benchmarks/population.py --methods random fedavg --clients 1000 10000 100000 \
         --model linear --side 8
+    python benchmarks/population.py --methods dac --table 64 --clients 1000 10000 100000 \
+        --model linear --side 8
 
 Every cell is a run in a process of its own: net B on random digits (1x28x28 bytes), a few samples a
 client, with as many threads as there are cores. Its time is the mean of the rounds after the first.
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,7 @@ from coterie._util import manifest
 from coterie._util.origin import describe_machine, write_results
 from coterie.engine import use_threads
 from coterie.engine.task import LocalTraining
+from coterie.methods.dac import Dac
 from coterie.report.page import write_report
 from coterie.results.stored_runs import CONFIG
 from coterie.runtime import checkpoint
@@ -41,9 +45,23 @@ from coterie.simulation.run import Progress, simulate
 
 
 def cell(
-    kind: str, clients: int, rounds: int, model: str = "cnn-b", side: int = 28
+    kind: str,
+    clients: int,
+    rounds: int,
+    model: str = "cnn-b",
+    side: int = 28,
+    table: int | None = None,
 ) -> dict[str, str | int | float]:
-    """Run one method over one population and return its row; `side` is that of the images."""
+    """Run one method over one population and return its row.
+
+    Args:
+        kind: of the method.
+        clients: of the population.
+        rounds: of the run.
+        model: a name of `models.NETS`.
+        side: of the images.
+        table: members that a client of DAC remembers; all when None.
+    """
     seconds: dict[int, float] = {}
 
     def note(progress: Progress) -> None:
@@ -57,11 +75,15 @@ def cell(
         folder = Path(home) / "population" / kind / "seed-0"
         folder.mkdir(parents=True)
         data, method = images(clients, 20, side, 1), METHODS[kind]()
+        if table is not None:
+            assert isinstance(method, Dac)
+            method = replace(method, table=table)
         simulate(data, method, model=model, settings=settings, observer=note, folder=folder)
         left = _left(folder, kind, rounds)
     each = (seconds[rounds - 1] - seconds[0]) / (rounds - 1)
     return {
         "method": kind,
+        **({} if table is None else {"table": table}),
         "clients": clients,
         "rounds": rounds,
         "seconds a round": each,
@@ -128,6 +150,8 @@ def _alone(kind: str, clients: int, options: argparse.Namespace) -> dict[str, An
         options.model,
     ]
     how = ["--side", str(options.side), "--client-rounds", str(options.client_rounds)]
+    if options.table is not None:
+        how += ["--table", str(options.table)]
     done = subprocess.run([*same, *how], check=True, stdout=subprocess.PIPE, text=True)
     row = json.loads(done.stdout.splitlines()[-1])
     print(json.dumps(row), flush=True)
@@ -141,6 +165,7 @@ def main() -> int:
     parser.add_argument("--clients", nargs="+", type=int, default=[100, 1000, 10000])
     parser.add_argument("--model", default="cnn-b", help="a name of models.NETS")
     parser.add_argument("--side", type=int, default=28, help="of the images")
+    parser.add_argument("--table", type=int, help="members that a client of DAC remembers")
     parser.add_argument(
         "--client-rounds",
         type=int,
@@ -159,7 +184,8 @@ def main() -> int:
     for kind in options.methods:
         if options.cell:
             clients, rounds = options.clients[0], _rounds(options.clients[0], options.client_rounds)
-            print(json.dumps(cell(kind, clients, rounds, options.model, options.side)))
+            row = cell(kind, clients, rounds, options.model, options.side, options.table)
+            print(json.dumps(row))
             continue
         passes = [
             [_alone(kind, clients, options) for clients in options.clients]
