@@ -60,6 +60,7 @@ NOT_RUN = {
     "how-to/no-open-port.md": 2,
     "how-to/standing-federation.md": 4,
     "how-to/bring-a-hospital-in.md": 6,
+    "how-to/fine-tune.md": 1,
 }
 
 
