@@ -366,6 +366,23 @@ class Centered(nn.Module):
         return x - x.mean(0)
 
 
+class AgainstTheFirst(nn.Module):
+    """Right for the first client alone; others differ by its weights, where its samples are the same."""
+
+    def forward(self, x):
+        return x - x[:1]
+
+
+class CenteredGradient(nn.Module):
+    """Outputs are those of each client, and gradients are not."""
+
+    def forward(self, x):
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad - grad.mean(0))
+        return x
+
+
 class OneDraw(nn.Module):
     def forward(self, x):
         return x * (torch.rand(x.shape[1]) < 0.5)
@@ -414,6 +431,14 @@ UNFIT = {
         "depends on the other clients",
     ),
     "mean over samples": (Centered, "depends on the other clients of a pass"),
+    "first sample": (
+        AgainstTheFirst,
+        "the loss of a client depends on the other clients of a pass",
+    ),
+    "mean over gradients": (
+        CenteredGradient,
+        "the gradient of 'adapter.weight' depends on the other",
+    ),
     "one draw": (OneDraw, "OneDraw 'between': .*one draw for all clients"),
     "one draw of many entries": (OneDrawOfManyEntries, "depends on the other clients of a pass"),
     "samples second": (SamplesSecond, "Linear 'between.layer'"),
