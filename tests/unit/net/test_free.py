@@ -1,5 +1,6 @@
 """Nodes that wait for nobody: what is read, how old it is, and what a slow member costs the others."""
 
+import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -83,8 +84,12 @@ def test_a_slow_member_costs_the_others_nothing(networks):
     assert max(fast) < 4
     edges = pd.read_parquet(network.folder / "n5" / "edges.parquet")
     assert set(edges["purpose"]) <= {"mix", "probe"}
-    # What it reads in its second round was trained for many rounds: others did not wait for it.
     assert len(edges) == 8 * 2
+    lines = (network.folder / "n5" / "arrivals.jsonl").read_text().splitlines()
+    events = [event for event in map(json.loads, lines) if event["event"] == "read"]
+    # The others are done by its third round: it reads what they have at the end, never too old.
+    last = [(one["round"], one["age"]) for event in events[-4:] for one in event["read"]]
+    assert last == [(8, 0)] * 8
     found = pd.read_parquet(network.folder / "n0" / "metrics.parquet")
     own = found[found["metric"] == "own_rounds"]["value"].tolist()
     assert own == list(range(1, 9))

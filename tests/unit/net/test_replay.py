@@ -208,6 +208,20 @@ def test_a_journal_that_was_cut_or_changed_is_refused(finished):
         replay(finished.plan, finished.roster, members_of(finished))
 
 
+def test_rounds_after_the_checkpoint_of_a_start_did_not_happen(tmp_path):
+    """The node had done rounds 0 to 2, and began again in round 1."""
+    events: list[dict] = [{"event": "start", "round": -1, "half": False}]
+    for round in range(3):
+        events.append({"event": "read", "round": round, "read": [], "unreachable": []})
+        events.append({"event": "round", "round": round, "elapsed": 1.0, "idle": 0.0})
+    events.append({"event": "start", "round": 1, "half": True})
+    path = tmp_path / ARRIVALS
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    journal = read_journal(path)
+    assert (journal.last, list(journal.reads)) == (0, [0])
+    assert [journal.sends_half(round) for round in (0, 1, 5)] == [False, True, True]
+
+
 def test_a_run_with_common_rounds_is_told_to_be_simulated(tmp_path, networks):
     path = tmp_path / ARRIVALS
     path.write_text(json.dumps({"event": "pull", "round": 0}) + "\n")
