@@ -223,3 +223,47 @@ def test_a_service_that_is_killed_while_it_trains_goes_on_to_the_bytes_of_the_si
         members.wait_for(name, "done")
     judged = study.replace("seeds = [0]", "seeds = [0]\nacceptance = { samples = 1e9 }")
     check_simulation(members, judged, "fedavg", tmp_path / "simulated")
+
+
+def study(name: str, rounds: int) -> str:
+    text = STUDY.replace('"digits"\nrounds = 4', f'"{name}"\nrounds = {rounds}')
+    assert text != STUDY
+    return text
+
+
+@pytest.mark.full
+def test_studies_wait_in_line_and_one_that_is_withdrawn_makes_room(members, tmp_path):
+    """Rules approve; the first runs long, is withdrawn while it runs, and the second ends.
+
+    In the second, east stops for itself: two of three are its quorum, and go on.
+    """
+    rules = '[rules]\nproposers = ["north"]\nmethods = ["dac"]\nrounds = 100000\n'
+    for name in ("south", "east"):
+        members.write_node(name, rules=rules)
+    for name in NAMES:
+        members.start(name)
+    (tmp_path / "study.toml").write_text(study("endless", 100_000))
+    coterie("propose", tmp_path / "study.toml", "--node", members.node("north"), "--data", "digits")
+    (tmp_path / "study.toml").write_text(study("second", 300))
+    coterie(
+        "propose", tmp_path / "study.toml", "--node", members.node("north"), "--data", "digits",
+        "--quorum", "2",
+    )  # fmt: skip
+    for name in NAMES:
+        members.wait_for(name, "running", "endless")
+    members.wait_for("south", "queued", "second")
+    refusal = refused("withdraw", "endless", "--node", members.node("south"))
+    assert "proposed by north, who alone withdraws it" in refusal
+    coterie("withdraw", "endless", "--node", members.node("north"))
+    for name in NAMES:
+        members.wait_for(name, "withdrawn", "endless")
+        members.wait_for(name, "running", "second")
+    coterie("stop", "second", "--node", members.node("east"))
+    members.wait_for("east", "stopped", "second")
+    for name in ("north", "south"):
+        members.wait_for(name, "done", "second")
+    stored = tmp_path / "north/studies/endless/north/endless/dac/seed-0/checkpoint.safetensors"
+    assert stored.exists(), "what was trained before the end stays"
+    for name in NAMES:
+        assert "Traceback" not in members.log(name)
+        assert members.processes[name].poll() is None

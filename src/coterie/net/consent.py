@@ -45,6 +45,8 @@ def list_objections(proposal: Proposal, rules: Rules) -> list[str]:
         rounds += entry.settings.new_client_rounds
     if rounds > rules.rounds:
         found.append(f"it has {rounds} rounds; [rules] allow {rules.rounds}")
+    if entry.settings.local.epochs > rules.epochs:
+        found.append(f"it has {entry.settings.local.epochs} epochs; [rules] allow {rules.epochs}")
     if rules.secure_aggregation and entry.settings.secure_terms is None:
         found.append("it has no secure_aggregation, which [rules] require")
     private = entry.settings.local.dp_settings

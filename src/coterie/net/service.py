@@ -28,7 +28,7 @@ from coterie.net import consent, servicefile, statements
 from coterie.net import roster as rosters
 from coterie.net.grpc_transport import GrpcTransport
 from coterie.net.head import study_hash
-from coterie.net.identity import Identity, encode_public_key
+from coterie.net.identity import Identity, check_dates, encode_public_key
 from coterie.net.keeper import Keeper, describe_changes
 from coterie.net.ledger import FAILED, Entry, Ledger
 from coterie.net.log import Log, MetricsServer, Sample
@@ -40,7 +40,7 @@ from coterie.net.process import exit_on_signal, host_node, locate_run
 from coterie.net.roster import Member, Roster
 from coterie.net.servicefile import ServiceFile
 from coterie.net.statements import DIGEST, MAX_STATEMENT, Proposal, Word
-from coterie.net.wire import canonical_json
+from coterie.net.wire import SIGNATURE, canonical_json
 from coterie.results import summary
 from coterie.runtime import checkpoint
 from coterie.studies.config import StudyConfig
@@ -55,6 +55,8 @@ _ANSWER = 5.0  # seconds for an answer
 _FETCHED = 64  # statements that one member is asked for at a look
 _HERE = 20.0  # seconds for which a member counts as here after its answer
 _AGAIN = 60.0  # seconds until a statement that was refused is asked for again
+# Refusals for what another member may have taken: who came first, and how many are open.
+_MAY_DIFFER = ("name", "many", "age", "proposal", "signer", "signature", "time")
 _MAX_REFUSED = 10_000
 _RETRY = 30.0  # seconds until a study is tried again whose quorum has left
 _MAX_ANSWER = 1024 * 1024  # bytes of what a member says of its statements
@@ -289,6 +291,7 @@ class Service:
         self._stop, self._wake = threading.Event(), threading.Event()
         self._views: dict[str, _View] = {}
         self._refused: dict[str, tuple[float, str]] = {}  # when, and by which check
+        self._pauses: dict[str, float] = {}  # until when a member is asked for no statement
         self._retry_at: dict[str, float] = {}
         self._decided: set[str] = set()  # proposals that no rule approves, by digest
         self._node: Node | None = None
@@ -348,6 +351,8 @@ class Service:
             if not isinstance(offered, Missing):
                 self.keeper.accept_offer(offered, name)
         now, asked = time.monotonic(), 0
+        if self._pauses.get(name, 0.0) > now:
+            return
         for digest in self.ledger.find_new(found["statements"]):
             if digest in self._refused and self._refused[digest][0] + _AGAIN > now:
                 continue
@@ -362,12 +367,18 @@ class Service:
         if isinstance(data, Missing):
             return data.reason == "gone"
         try:
+            if (shown := statements.digest_of(data[SIGNATURE:])) != digest:
+                raise Refused("digest", f"statement {shown[:16]}, asked for was {digest[:16]}")
             added = self.ledger.add(data, self.keeper.roster)
         except Refused as refused:
             if len(self._refused) >= _MAX_REFUSED:
                 self._refused.clear()
             self._refused[digest] = time.monotonic(), refused.code
             self.log("statement_refused", level="warning", peer=name, text=str(refused))
+            # What an honest member has passes these checks, which it has made itself.
+            if refused.code not in _MAY_DIFFER:
+                self._pauses[name] = time.monotonic() + _AGAIN
+                return False
             return True
         if added is not None:
             if isinstance(added, Proposal):
@@ -507,8 +518,7 @@ class Service:
         while not self._stop.is_set():
             try:
                 self.keeper.reload_file()
-                if problems := rosters.check_own(self.keeper.roster, self.membership.own):
-                    raise TransportError(problems[0])
+                self._check_own()
                 self.ledger.reload()
                 self.look_around()
                 self.decide()
@@ -521,6 +531,17 @@ class Service:
             self._wake.set()
             # Not all members at the same moments.
             self._stop.wait(_PAUSE * (0.75 + secrets.randbelow(512) / 1024))
+
+    def _check_own(self) -> None:
+        """Check that this member is on the roster, with this key and a certificate that counts.
+
+        Raises:
+            TransportError: when it is not: the service ends, and no study has failed by that.
+        """
+        own, roster = self.membership.own, self.keeper.roster
+        if problems := rosters.check_own(roster, own):
+            raise TransportError(problems[0])
+        check_dates(own.certificate_file, own.certificate, datetime.now(UTC))
 
     def _check_running(self) -> None:
         """Stop the running study when it was withdrawn, or another comes first."""
@@ -581,6 +602,7 @@ class Service:
         except Exception as error:
             if DiskFull.matches(error):
                 raise
+            self._check_own()
             # One study must not end the service, which others need.
             text = escape_text(str(error) or type(error).__name__, 1000)
             write_atomically(entry.folder / FAILED, (text + "\n").encode())

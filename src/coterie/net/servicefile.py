@@ -31,6 +31,7 @@ class Rules(Configurable):
         proposers: members whose proposals these rules may approve.
         methods: kinds of methods that they may have.
         rounds: the most rounds.
+        epochs: the most epochs of local training in a round.
         secure_aggregation: whether it must have masked sums.
         noise: the least `noise_multiplier` of differential privacy (`local.dp`); 0 for none.
         hours: hours of the day, by this machine's clock, in which studies begin here, as "20-6",
@@ -40,6 +41,7 @@ class Rules(Configurable):
     proposers: Sequence[str] = ()
     methods: Sequence[str] = ()
     rounds: PositiveInt = 100
+    epochs: PositiveInt = 10
     secure_aggregation: bool = False
     noise: NonNegativeFloat = 0.0
     hours: str = ""

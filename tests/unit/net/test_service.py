@@ -30,6 +30,7 @@ seeds = [0]
 data = "heart"
 model = {{ kind = "{model}" }}
 engine = "loop"
+local.epochs = 3
 [[methods]]
 kind = "dac"
 label = "DAC"
@@ -148,10 +149,13 @@ def test_what_a_member_makes_up_is_refused_with_one_line_and_not_passed_on(three
     sign = south.membership.own.sign
     sealed = statements.seal(made, three.membership("north").own.sign)
     changed = sealed.replace(b'"quorum":3', b'"quorum":2')
-    forged = statements.seal(replace(made, quorum=2), sign)
+    forged = statements.seal(replace(made, quorum=2, time=made.time + 1), sign)
     word = statements.Word("hall", made.organizer, "south", time.time(), "withdrawal", made.digest)
     withdrawn = statements.seal(word, sign)
-    sent = {"a" * 64: changed, "b" * 64: forged, "c" * 64: withdrawn, "d" * 64: b"\x00" * 70}
+    sent = {
+        statements.digest_of(data[64:]): data
+        for data in (changed, forged, withdrawn, b"\x00" * 70, b"\x01" * 70)
+    }
     listed = json.loads(south._list_studies()) | {"statements": list(sent)}
     south.transport.allow_runs(
         {"Studies": lambda: json.dumps(listed).encode(), "Statement": lambda d: sent[d]}
@@ -161,7 +165,7 @@ def test_what_a_member_makes_up_is_refused_with_one_line_and_not_passed_on(three
     assert three.services["east"].ledger.find("hearts").proposal == made
     assert not three.services["east"].ledger.find("hearts").is_withdrawn
     told = three.told("east", "statement_refused")
-    assert len(told) == 4, "each once, and not again at every look"
+    assert len(told) == 4, "three once each, and after what no honest member passes on no more"
     for details in told:
         assert details["peer"] == "south"
         assert details["text"].isprintable()
@@ -204,6 +208,7 @@ def test_rules_approve_what_they_allow_and_nothing_else(hall):
     [
         ("", {}, "names no proposers"),
         (RULES + "rounds = 2", {}, "it has 3 rounds; [rules] allow 2"),
+        (RULES + "epochs = 2", {}, "it has 3 epochs; [rules] allow 2"),
         (RULES.replace('"dac"', '"fedavg"'), {}, "its method is dac"),
         (RULES + "secure_aggregation = true", {}, "secure_aggregation, which [rules] require"),
         (RULES + "noise = 1.0", {}, "its noise_multiplier is 0; [rules] require 1"),

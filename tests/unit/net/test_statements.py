@@ -120,6 +120,8 @@ def test_a_statement_of_another_federation_or_of_tomorrow_is_refused(federation)
         ({"study": STUDY.replace("seeds = [0]", "seeds = [0, 1]")}, "one method and one seed"),
         ({"study": 'extends = "/etc/passwd"\n' + STUDY}, "complete in itself"),
         ({"study": "x = " + "[" * 5000}, "study"),
+        ({"study": "[" + "a." * 20_000 + "a]"}, "in each other more than 50 times"),
+        ({"study": STUDY + "\nrounds = true"}, "study"),
         ({"study": STUDY.replace('"dac"', '"dac"\nlabel = "../../x"')}, "label"),
         ({"table": {"column": "x" * 70_000}}, "columns in over"),
     ],
@@ -141,6 +143,11 @@ def test_a_statement_with_other_fields_or_types_is_refused(federation):
         text = json.dumps(good | change, sort_keys=True, separators=(",", ":")).encode()
         with pytest.raises(Refused):
             opened(sign(statements._DOMAIN + text) + text, roster)
+    nested = b'{"a":' * 500 + b"1" + b"}" * 500
+    text = json.dumps(good, sort_keys=True, separators=(",", ":")).encode()
+    deep = text.replace(b'"table":{}', b'"table":' + nested)
+    with pytest.raises(Refused):
+        opened(sign(statements._DOMAIN + deep) + deep, roster)
     spaced = json.dumps(good, sort_keys=True).encode()
     with pytest.raises(Refused, match="canonical"):
         opened(sign(statements._DOMAIN + spaced) + spaced, roster)
