@@ -157,8 +157,8 @@ class TrainedLayer:
             return self._run_client(axis.alone, args, kwargs)
         if not any(map(axis.is_along, (*args, *kwargs.values()))):
             return axis.run_each(lambda client: self._run_for_all_samples(client, args, kwargs))
-        if self._batched is not None and args[0].device.type != "cpu":
-            return self._batched(self.part, axis.clients, *args, **kwargs)
+        if self._batched is not None and args and not kwargs and args[0].device.type != "cpu":
+            return self._batched(self.part, axis.clients, *args)
         given = [axis.split(one) if axis.is_along(one) else None for one in args]
         named = {name: axis.split(one) for name, one in kwargs.items() if axis.is_along(one)}
 
@@ -239,7 +239,8 @@ def add_client_axis(module: nn.Module, layout: Layout, axis: ClientAxis) -> list
 
 def _find_batched_form(part: nn.Module) -> Callable[..., Tensor] | None:
     """Return what computes a layer of all clients at once on a device; None client by client."""
-    form = _BATCHED.get(type(part).forward)
+    # A layer may have a `forward` of its own in place of that of its class.
+    form = None if "forward" in vars(part) else _BATCHED.get(type(part).forward)
     if form is _embed and (
         part.padding_idx is not None or part.max_norm is not None or part.scale_grad_by_freq
     ):

@@ -63,7 +63,7 @@ class Adapter(nn.Module):
         x = functional.gelu(
             self.frozen(scores @ x) + self.lora_B(self.lora_A(x)), approximate="tanh"
         )
-        return self.head(self.drop(self.norm(x)).mean(1))
+        return self.head(input=self.drop(self.norm(x)).mean(1))
 
 
 class Pictures(nn.Module):
@@ -588,7 +588,10 @@ def test_a_layer_of_all_clients_at_once_is_that_of_each(what):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_an_embedding_that_skips_a_row_runs_client_by_client():
+def test_what_is_not_the_usual_layer_runs_client_by_client():
+    layer = nn.Linear(6, 4)
+    layer.forward = lambda x: x
+    assert TrainedLayer(layer, {"weight": "w"}, ClientAxis())._batched is None
     assert (
         TrainedLayer(nn.Embedding(9, 4, padding_idx=0), {"weight": "w"}, ClientAxis())._batched
         is None
