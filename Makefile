@@ -67,6 +67,7 @@ docs: setup ## write everything that is generated: pages, README's tables, the l
 	$(BIN)/python scripts/reliability.py
 	$(BIN)/python scripts/poisoning.py
 	$(BIN)/python scripts/waiting.py
+	$(BIN)/python scripts/peer_tables.py
 	$(BIN)/python scripts/readme.py
 	$(BIN)/python scripts/tasks.py
 
