@@ -38,6 +38,7 @@ TYPES = {
 }  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
     "cfl": {"eps1": 10.0, "eps2": 0.0, "warmup_rounds": 1},
+    "feddrift": {"every": 2, "most": 3},
     "fedgwc": {"trace": 7},
     "fedrep": {"head_epochs": 1},
     "fesem": {"clusters": 2},
@@ -191,6 +192,9 @@ MEANINGS = {
     "given": "for which members it says that",
     "cluster": "its planted cluster",
     "losses": "the losses of its first steps, then NaN",
+    "place": "the number of each model at the server",
+    "drifted": "1 where its loss rose by more than delta, else 0",
+    "model_losses": "the loss of each model that it received, on its training data",
     "label": "the model that it chose, by its number at the server; of each candidate start, where there are several",
     "counts": "how many training samples of each class it has",
     "center": "the center of the client's region in the simplex",

@@ -18,7 +18,7 @@ FAMILIES: dict[str, Sequence[str]] = {
     # a server with one model
     "fedavg": ["fairavg", "fedavgm", "fedprox", "per-fedavg"],
     # a server with a model for each cluster
-    "ifca": ["cfl", "fedgwc", "fesem", "one-shot"],
+    "ifca": ["cfl", "feddrift", "fedgwc", "fesem", "one-shot"],
     # a server and a personal model on each client
     "ditto": ["apfl", "pfedme"],
     # a server, and layers that stay on the client

@@ -32,6 +32,7 @@ SUMS = {  # methods that need a weighted mean alone, with settings that suit a m
 }  # fmt: skip
 WHY = {
     "cfl": "its server splits clusters by the updates of single clients",
+    "feddrift": "its server averages the groups that single clients chose",
     "fedgwc": "its server compares the losses of single clients",
     "fesem": "its server puts each client into the cluster whose model is nearest",
     "ifca": "its server averages the groups that single clients chose",

@@ -299,6 +299,48 @@ def find_bipartition(
     return torch.from_numpy(parts != parts[0])
 
 
+def compute_loss_distances(
+    losses: Float[Tensor, "clusters clusters"],
+) -> Float[Tensor, "clusters clusters"]:
+    r"""Return how much worse the models of two clusters do on each other's data, as FedDrift does.
+
+    $D(i, j) = \max(L_{ij} - L_{ii}, L_{ji} - L_{jj}, 0)$: symmetric, and 0 on the diagonal.
+
+    Args:
+        losses: $L_{ij}$ of the model of cluster j on the data of cluster i.
+
+    Example:
+        >>> compute_loss_distances(torch.tensor([[1.0, 1.5], [4.0, 2.0]]))
+        tensor([[0., 2.],
+                [2., 0.]])
+    """
+    worse = losses - losses.diagonal()[:, None]
+    return torch.maximum(worse, worse.T).clamp(min=0)
+
+
+def merge_close(
+    distances: Float[Tensor, "clusters clusters"], most: float
+) -> Int[Tensor, " clusters"]:
+    """Return the group of each cluster, by complete linkage up to a distance.
+
+    All clusters of a group are at most that far from each other.
+
+    Args:
+        distances: between clusters; symmetric, 0 on the diagonal.
+        most: the distance.
+
+    Example:
+        >>> merge_close(torch.tensor([[0.0, 0.1, 0.9], [0.1, 0.0, 0.9], [0.9, 0.9, 0.0]]), 0.2)
+        tensor([0, 0, 1])
+    """
+    from scipy.cluster.hierarchy import fcluster, linkage
+    from scipy.spatial.distance import squareform
+
+    condensed = squareform(distances.cpu().double().numpy(), checks=False)
+    groups = fcluster(linkage(condensed, method="complete"), t=most, criterion="distance")
+    return renumber_labels(torch.from_numpy(groups.astype("int64")))
+
+
 def max_cross_similarity(
     similarity: Float[Tensor, "clients clients"], part: Bool[Tensor, " clients"]
 ) -> float:

@@ -14,6 +14,7 @@ from coterie.methods.cfl import Cfl as Cfl
 from coterie.methods.dac import Dac as Dac, DacNoTwoHop as DacNoTwoHop, DacVar as DacVar
 from coterie.methods.ditto import Ditto as Ditto
 from coterie.methods.fedavg import FairAvg as FairAvg, FedAvg as FedAvg, FedAvgM as FedAvgM
+from coterie.methods.feddrift import FedDrift as FedDrift
 from coterie.methods.fedgwc import FedGwc as FedGwc
 from coterie.methods.fedper import (
     DFedAlt as DFedAlt,

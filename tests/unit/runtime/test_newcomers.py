@@ -71,7 +71,8 @@ def joined(run, metric="accuracy", model=None):
 
 
 GO_ON = sorted(
-    METHODS.keys() - {"pooled", "cfl", "fedgwc", "fesem", "sosicfl", "sosicfl-all", "sosicfl-plus"}
+    METHODS.keys()
+    - {"pooled", "cfl", "feddrift", "fedgwc", "fesem", "sosicfl", "sosicfl-all", "sosicfl-plus"}
 )
 # which no client joins late
 EVERY = [(kind, "frozen") for kind in sorted(METHODS.keys() - {"pooled"})]
@@ -318,7 +319,7 @@ def test_clients_that_have_stopped_stay_as_they_are_where_the_others_train_on():
     assert values[0].tolist() == pytest.approx(values[1].tolist(), rel=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["cfl", "fedgwc", "fesem", "sosicfl"])
+@pytest.mark.parametrize("kind", ["cfl", "feddrift", "fedgwc", "fesem", "sosicfl"])
 def test_a_server_that_has_no_place_for_new_members_is_told_to_stay_frozen(kind):
     with pytest.raises(
         ConfigError, match="remembers is of the clients that it knew from the start: use 'frozen'"
