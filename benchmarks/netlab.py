@@ -110,9 +110,13 @@ def credentials(folder: Path, number: int) -> tuple[Roster, str, Identity]:
     return who, name, own
 
 
-def provision(folder: Path, nodes: int, *, port: int, hosts: list[str] | None = None) -> None:
-    """Make keys, certificates and a roster of nodes n0, n1, ..."""
-    who, _ = local.make_members([[i] for i in range(nodes)], port=port)
+def provision(
+    folder: Path, nodes: int, *, port: int, hosts: list[str] | None = None, relays: int = 0
+) -> None:
+    """Make keys, certificates and a roster of nodes n0, n1, ..., which only dial out if there are relays."""
+    outbound = range(nodes if relays else 0)
+    groups = [[i] for i in range(nodes)]
+    who, _ = local.make_members(groups, port=port, outbound=outbound, relays=relays)
     if hosts is not None:
         made = tuple(
             roster.Member(m.name, f"{host}:{port}", m.clients, m.key)

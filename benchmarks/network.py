@@ -21,6 +21,7 @@
     python benchmarks/network.py meet         forty nodes: until each has met all others
     python benchmarks/network.py inside       200 nodes in one program: a whole run, and its bytes
     python benchmarks/network.py efficiency   compared with the same bytes over TCP with mutual TLS
+    python benchmarks/network.py relayed      by one relay, compared with direct links
     python benchmarks/network.py bytes        bytes that the cost model predicts, and bytes counted
 
 Results are JSON in docs/reference/runs. `churn`, `partition` and `slow` need root and iproute2, for
@@ -75,6 +76,7 @@ MEASUREMENTS = {
     "meet": network_idle.meet,
     "inside": network_idle.inside,
     "efficiency": network_links.efficiency,
+    "relayed": network_links.relayed,
     "bytes": network_links.predicted_bytes,
 }
 

@@ -182,6 +182,32 @@ def efficiency(emit: netlab.Emit, folder: Path, *, before: Path | None = None) -
         })  # fmt: skip
 
 
+def relayed(emit: netlab.Emit, folder: Path) -> None:
+    """Eight processes, models of 1 MB, three peers a round: all dial each other, or all by one relay.
+
+    The relay is a process of its own on the same machine, through which every byte passes twice.
+    """
+    nodes, size, rounds, count = 8, 1_000_000, 28, 3
+    netlab.provision(folder / "direct", nodes, port=28400)
+    netlab.provision(folder / "relay", nodes, port=28600, relays=1)
+    (folder / "relay/relay.toml").write_text('key = "r0.key"\ncertificate = "members/r0.pem"\n')
+    command = [sys.executable, "-m", "coterie", "relay", str(folder / "relay/relay.toml")]
+    relay = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        for kind in ("direct", "relay") * 3:
+            found = together("coterie", folder / kind, nodes, size=size, rounds=rounds, count=count)
+            times = [1000 * t for f in found for t in f["times"][WARM_UP:]]
+            middle = statistics.median(times)
+            emit({
+                "kind": kind, "nodes": nodes, "model_bytes": size, "peers": count, "rounds": rounds - WARM_UP,
+                "median_ms": round(middle, 1), "p90_ms": round(float(np.quantile(times, 0.9)), 1),
+                "mb_a_second": round(count * size / middle / 1000, 1),
+            })  # fmt: skip
+    finally:
+        relay.terminate()
+        relay.wait()
+
+
 def slow(emit: netlab.Emit, folder: Path) -> None:
     """Two nodes send each other a model of 20 MB over links of 20 Mbit/s, with default settings."""
     size, rate = 20_000_000, 20e6

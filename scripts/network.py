@@ -435,9 +435,34 @@ def efficiency(found: Results) -> str:
     )
 
 
+def relayed(found: Results) -> str:
+    """Return the part on the time of a round's exchange by a relay."""
+    first, names = found[0], {"direct": "direct links", "relay": "all by one relay"}
+    rows, middle = [], {}
+    for kind, name in names.items():
+        runs = [r for r in found if r["kind"] == kind]
+        middle[kind] = statistics.median(r["median_ms"] for r in runs)
+        rows.append(
+            (
+                name,
+                f"{middle[kind]:.0f}",
+                ", ".join(f"{r['median_ms']:.0f}" for r in runs),
+                f"{middle[kind] / middle['direct']:.2f}",
+                f"{statistics.median(r['mb_a_second'] for r in runs):.0f}",
+            )
+        )
+    head = ("", "ms a round", "its runs", "times direct", "MB a second that a node receives")
+    return (
+        f"{first['nodes']} processes on one machine, models of {first['model_bytes'] / 1e6:.0f} MB, {first['peers']} peers a round, "
+        f"{first['rounds']} rounds after the first ones, in turn. The relay shares the cores with the nodes, and every byte passes it.\n\n"
+        + table(head, rows)
+    )
+
+
 SECTIONS = (
     ("Parity with the simulation", "network/parity", parity),
     ("Behind one proxy and one relay", "network/behind", behind),
+    ("Throughput of a relay", "network/relayed", relayed),
     ("Failures, replayed", "network/replay", replay),
     ("Churn", "network/churn", lived_through),
     ("Churn with PENS", "network/churn-pens", lived_through),
