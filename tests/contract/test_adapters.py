@@ -125,6 +125,7 @@ def run_rule(kind, aggregation):
         "FedAvg.aggregation",
         "FedAvgM.aggregation",
         "FedBN.aggregation",
+        "FedDrift.aggregation",
         "FedGwc.aggregation",
         "FedPer.aggregation",
         "FedProx.aggregation",

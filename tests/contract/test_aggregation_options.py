@@ -162,6 +162,7 @@ def run(kind: str, aggregation: Any) -> torch.Tensor:
         "FedAvg.aggregation",
         "FedAvgM.aggregation",
         "FedBN.aggregation",
+        "FedDrift.aggregation",
         "FedGwc.aggregation",
         "FedPer.aggregation",
         "FedProx.aggregation",

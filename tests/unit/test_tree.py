@@ -74,6 +74,7 @@ ELSEWHERE = {
     "methods/ditto": "paper/test_averaging.py",
     "methods/fedavg": "paper/test_averaging.py",
     "methods/pooled": "paper/test_averaging.py",
+    "methods/feddrift": "paper/test_feddrift.py",
     "methods/fedgwc": "paper/test_fedgwc.py",
     "methods/fesem": "paper/test_clustered.py",
     "methods/oneshot": "paper/test_clustered.py",

@@ -224,9 +224,10 @@ def make_identity(study: StudyConfig) -> dict[str, Any]:
     speed = ("engine", "block", "cuda_graphs")
     for key in (*words, *speed, "checkpoint_seconds", "check"):
         content.pop(key, None)
-    # The default is left out, so that studies older than the setting stay the same.
-    if content.get("precision") == "full":
-        del content["precision"]
+    # Defaults are left out, so that studies older than the setting stay the same.
+    for name, default in (("precision", "full"), ("pace", "common")):
+        if content.get(name) == default:
+            del content[name]
     if not content.get("portable"):
         content.pop("portable", None)
     # `extra_metrics` was a setting of its own when stored studies got their identity.

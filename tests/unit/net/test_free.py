@@ -72,6 +72,7 @@ def seconds_of(network: Network, number: int) -> np.ndarray:
 # ---------------------------------------------------------------- a whole run
 
 
+@pytest.mark.option("Settings.pace", "free")
 def test_a_slow_member_costs_the_others_nothing(networks):
     """Five nodes train 0.1 s a round, and one 1 s. With common rounds all would take 8 s."""
     network = networks("dac", {"num_peers": 2})
@@ -140,6 +141,7 @@ def test_a_simulation_says_what_it_has_in_place_of_it():
         simulate(tiny_federation(), plan.method, model="linear", settings=plan.settings)
 
 
+@pytest.mark.option("Settings.pace", "common")
 @pytest.mark.parametrize("odd", ["free", "common"])
 def test_members_with_two_paces_do_not_start(networks, odd):
     """The one that differs is told so, and so is the one that it meets."""
