@@ -1,7 +1,10 @@
 """Reading TOML: whatever a text holds, it is a table or one error."""
 
 import tomllib
+from pathlib import Path
 from typing import Any
+
+from coterie.errors import ConfigError
 
 DEEPEST = 50
 """How deep tables and lists may be in each other; settings need four."""
@@ -40,6 +43,20 @@ def parse_toml(text: str) -> dict[str, Any]:
         if not level:
             return content
     raise tomllib.TOMLDecodeError(_describe_depth())
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """Return the table of a TOML file.
+
+    Raises:
+        ConfigError: when it cannot be read, or is not valid.
+    """
+    try:
+        return parse_toml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
 
 def _describe_depth() -> str:

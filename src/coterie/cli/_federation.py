@@ -1,7 +1,6 @@
 """The commands of a standing federation: `coterie federation ...`, `propose`, `approve`, ..."""
 
 import time
-import webbrowser
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,7 @@ import typer
 
 from coterie._util.files import check_folder, show_path
 from coterie.cli import _net
+from coterie.cli._report import show_page
 from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # it needs the extra for networks
@@ -171,15 +171,7 @@ def watch_federation(
 
     membership = Membership.open(servicefile.load(file))
     with FederationPage(membership, port=port) as page:
-        typer.echo(f"Following {show_path(file)}; Ctrl-C ends it\n{page.address}")
-        # After the server is there: a browser that came first would find nothing.
-        if open_:
-            webbrowser.open(page.address)
-        try:
-            page.wait()
-        # Ctrl-C is the way to end it, hence no error.
-        except KeyboardInterrupt:
-            typer.echo("ended", err=True)
+        show_page(page, str(show_path(file)), open_=open_)
 
 
 def propose_study(

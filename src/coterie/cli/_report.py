@@ -2,11 +2,14 @@
 
 import webbrowser
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coterie._util.files import prepare_folder, show_path
+
+if TYPE_CHECKING:  # pages are imported when one is shown
+    from coterie.report.server import PageServer
 
 Folders = Annotated[
     list[Path],
@@ -75,15 +78,26 @@ def watch_folder(
 
     with WatchServer(folder, port=port) as page:
         state = "" if folder.exists() else " (nothing is there yet; the page waits for it)"
-        typer.echo(f"Following {show_path(folder)}{state}; Ctrl-C ends it\n{page.address}")
-        # After the server is there: a browser that came first would find nothing.
-        if open_:
-            webbrowser.open(page.address)
-        try:
-            page.wait()
-        # Ctrl-C is the way to end it, hence no error.
-        except KeyboardInterrupt:
-            typer.echo("ended", err=True)
+        show_page(page, f"{show_path(folder)}{state}", open_=open_)
+
+
+def show_page(page: "PageServer", followed: str, *, open_: bool) -> None:
+    """Print the address of a page, and serve it until Ctrl-C.
+
+    Args:
+        page: its server.
+        followed: what it shows, in words.
+        open_: whether to open it in the browser.
+    """
+    typer.echo(f"Following {followed}; Ctrl-C ends it\n{page.address}")
+    # After the server is there: a browser that came first would find nothing.
+    if open_:
+        webbrowser.open(page.address)
+    try:
+        page.wait()
+    # Ctrl-C is the way to end it, hence no error.
+    except KeyboardInterrupt:
+        typer.echo("ended", err=True)
 
 
 def plot_figure(

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.engine._base import MODULE_ERRORS, Engine, Objective
 from coterie.engine._client_axis import NoClientAxisError
-from coterie.engine._loop import LoopEngine, Trial
+from coterie.engine._loop import LoopEngine, TrialStep
 from coterie.engine._shared_backbone import SharedBackboneEngine
 from coterie.engine._vmap import VmapEngine
 from coterie.engine.native.compiled import CompiledEngine
@@ -443,7 +443,7 @@ def _make_shared(loop: LoopEngine, x: Tensor, y: Tensor) -> tuple[SharedBackbone
 
 
 def _surround_client(
-    layout: Layout, alone: Trial, x: Tensor, y: Tensor
+    layout: Layout, alone: TrialStep, x: Tensor, y: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
     """Return the client of a trial between two others: rows, inputs, targets and keys."""
     rows = torch.stack([alone.row] * 3)
@@ -548,7 +548,7 @@ def _try_engine(engine: Engine, x: Tensor, y: Tensor) -> Exception | None:
     return None
 
 
-def _run_trial(engine: Engine, x: Tensor, y: Tensor) -> Trial:
+def _run_trial(engine: Engine, x: Tensor, y: Tensor) -> TrialStep:
     """Run an engine on equal clients; return what the first has."""
     layout = engine.layout
     clients = 1 if engine.runs_one_by_one(x.device) else 2
@@ -560,7 +560,7 @@ def _run_trial(engine: Engine, x: Tensor, y: Tensor) -> Trial:
         losses, gradients, state = engine.compute_gradients(rows, batches, targets, inputs)
         engine.forward(rows, batches, inputs)
     after = torch.cat([rows[0, : layout.trainable], state[0]])
-    return Trial(rows[0], after, losses[0], gradients[0])
+    return TrialStep(rows[0], after, losses[0], gradients[0])
 
 
 @contextmanager

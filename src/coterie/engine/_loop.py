@@ -41,7 +41,7 @@ def has_unsafe_convolution(module: nn.Module) -> bool:
     return False
 
 
-class Trial(NamedTuple):
+class TrialStep(NamedTuple):
     """A client of a trial of an engine: its model, before and after, its loss and its gradient."""
 
     row: Float[Tensor, " params"]
@@ -77,7 +77,7 @@ class LoopEngine(Engine):
     ) -> None:
         super().__init__(layout, objective, precision)
         self.channels_last = channels_last and not has_unsafe_convolution(layout.train_module)
-        self.tried: Trial | None = None
+        self.tried: TrialStep | None = None
         # whether the last forward pass in each mode has drawn
         self.drew = {True: False, False: False}
         self._backward_is_known = False

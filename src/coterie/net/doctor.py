@@ -102,12 +102,7 @@ def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
     """
     try:
         own = file.load_identity()
-        left = own.certificate.not_valid_after_utc - datetime.now(UTC)
-        report(
-            f"{own.name}: key and certificate belong together; valid for {left.days} days",
-            # Two days, as for the certificates of the others in `roster.check_file`.
-            left.days >= 2,
-        )
+        report_identity(own, report)
         roster = rosters.load(file.resolve_path(file.roster), file.resolve_path(file.organizer))
         problems = rosters.check_file(
             file.resolve_path(file.roster), file.resolve_path(file.organizer), own=own
@@ -140,6 +135,16 @@ def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
     text = "is" if same else "is not"
     report(f"study: {label} with seed {seed} {text} what the roster says", same)
     return Patient(file, own, roster, plan, federation)
+
+
+def report_identity(own: Identity, report: Callable[..., None]) -> None:
+    """Say of a member that its files belong together, and how long its certificate is valid."""
+    left = own.certificate.not_valid_after_utc - datetime.now(UTC)
+    report(
+        f"{own.name}: key and certificate belong together; valid for {left.days} days",
+        # Two days, as for the certificates of the others in `roster.check_file`.
+        left.days >= 2,
+    )
 
 
 def check_port(patient: Patient, report: Callable[..., None]) -> bool:
@@ -328,19 +333,25 @@ def find_shapes(
     return None
 
 
-def check_relay(relay: Member, proxy: str = "") -> tuple[str, bool]:
-    """Return what a connection shows of a relay, and whether it can be dialed.
+def check_door(member: Member, proxy: str = "") -> tuple[str, bool]:
+    """Return what a connection shows of a member or a relay, and whether it can be dialed.
 
     Args:
-        relay: the relay.
+        member: it has an address.
         proxy: see `NetworkSettings.proxy`.
     """
-    at = relay.host_and_port
+    at = member.host_and_port
     try:
         with connect(at, find_proxy(proxy, at[0]), _CONNECT):
-            return f"relay {relay}: its port is open", True
+            return f"{member}: its port is open", True
     except OSError:
-        return f"relay {relay}: {explain_silence(relay, proxy)}", False
+        return f"{member}: {explain_silence(member, proxy)}", False
+
+
+def check_relay(relay: Member, proxy: str = "") -> tuple[str, bool]:
+    """Return what a connection shows of a relay, and whether it can be dialed; see `check_door`."""
+    text, good = check_door(relay, proxy)
+    return f"relay {text}", good
 
 
 def explain_silence(member: Member, proxy: str = "") -> str:

@@ -105,7 +105,7 @@ class GrpcRun:
         if peer != self.name:
             self.last_questions[peer] = time.monotonic()
 
-    def _note_presence(self, peer: str, there: bool, *, left: bool = False) -> None:
+    def note_presence(self, peer: str, there: bool, *, left: bool = False) -> None:
         """Note that a member takes part, or that it does not any more."""
         with self._lock:
             # A node can ask at its own address, and is no peer of its own.
@@ -124,8 +124,6 @@ class GrpcRun:
             details = {"untold": suppressed} if suppressed else {}
             event = "peer_up" if there else "peer_down"
             self._links_of_node.log_event(event, peer=peer, **details)
-
-    note_presence = _note_presence
 
     def forget(self, names: list[str]) -> None:
         """Forget members that were removed or have another key."""
@@ -193,7 +191,7 @@ class GrpcRun:
             )
             return Missing(f"refused:{wrong.code}", None, escape_text(wrong))
         assert assembler.manifest is not None
-        self._note_presence(peer, True)
+        self.note_presence(peer, True)
         seconds = self.clock() - started
         return Delivery(assembler.manifest, tensors, size, seconds, assembler.sealed, first)
 

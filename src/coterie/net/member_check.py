@@ -1,21 +1,17 @@
 """Checks of a federation's member: all that can go wrong before a study comes."""
 
-import json
 from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
 
 from coterie._util.claims import find_owner
 from coterie.errors import CoterieError
 from coterie.net import doctor, nodefile
 from coterie.net import roster as rosters
 from coterie.net.identity import Identity
-from coterie.net.roster import Member, Roster
-from coterie.net.service import CLAIM, STATE
+from coterie.net.roster import Roster
+from coterie.net.service import CLAIM, load_state
 from coterie.net.servicefile import ServiceFile
 from coterie.studies.config import parse_study_text
 
-_SOON = 2  # days; as in the checks of rosters
 # Sources of data take the seed of a study, and nothing else of it.
 _ANY_STUDY = "seeds = [0]\n[data]\ndataset = 'digits'\n[[methods]]\nkind = 'local'"
 Say = Callable[[str, bool], None]
@@ -54,11 +50,7 @@ def _check_identity(
 ) -> tuple[Identity, Roster] | None:
     try:
         own = file.load_identity()
-        left = own.certificate.not_valid_after_utc - datetime.now(UTC)
-        report(
-            f"{own.name}: key and certificate belong together; valid for {left.days} days",
-            left.days >= _SOON,
-        )
+        doctor.report_identity(own, report)
         roster = rosters.load(file.resolve_path(file.roster), file.resolve_path(file.organizer))
         problems = rosters.check_own(roster, own)
     except CoterieError as error:
@@ -95,7 +87,7 @@ def _check_links(
     others = [member for member in roster.members if member.name != own.name]
     if find_owner(folder / CLAIM):
         report("the service runs")
-        here = _load_here(folder / STATE)
+        here = load_state(folder).get("here", ())
         for member in others:
             text = "here"
             if member.name not in here:
@@ -105,17 +97,4 @@ def _check_links(
     report("the service does not run; members answer when it does: coterie federation serve")
     for member in others:
         if not member.is_outbound:
-            report(*_check_door(member, proxy))
-
-
-def _load_here(path: Path) -> list[str]:
-    try:
-        return list(json.loads(path.read_text("utf-8"))["here"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
-def _check_door(member: Member, proxy: str) -> tuple[str, bool]:
-    """Return what a connection shows of a member, and whether it can be dialed."""
-    text, good = doctor.check_relay(member, proxy)
-    return text.removeprefix("relay "), good
+            report(*doctor.check_door(member, proxy))

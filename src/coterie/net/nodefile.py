@@ -1,7 +1,6 @@
 """node.toml, the settings of one node, and its own data."""
 
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from coterie._util.settings import (
     Share,
     parse_settings,
 )
-from coterie._util.toml import parse_toml
+from coterie._util.toml import load_toml
 from coterie.data import datasets, hub
 from coterie.data.arrays import from_arrays
 from coterie.data.build import DataConfig, Split, build_federation, build_from_sources
@@ -256,23 +255,35 @@ def between_machines(method: Method, settings: Settings) -> Settings:
     return settings
 
 
+def take_tables(
+    table: dict[str, Any], kinds: Mapping[str, type[Any]], path: Path
+) -> dict[str, Any]:
+    """Take the tables [NAME] out of a file's content, and return the settings in them.
+
+    Args:
+        table: the content; it loses them.
+        kinds: the settings of each name.
+        path: of the file, for messages.
+
+    Raises:
+        ConfigError: with what was found, what was expected and what to do.
+    """
+    parts = {}
+    for name, kind in kinds.items():
+        part = table.pop(name, {})
+        require(isinstance(part, Mapping), f"{path}: {name}", part, f"a table: [{name}]")
+        parts[name] = parse_settings(kind, part, f"{path}: {name}")
+    return parts
+
+
 def load(path: Path) -> NodeFile:
     """Read node.toml.
 
     Raises:
         ConfigError: with what was found, what was expected and what to do.
     """
-    try:
-        table = parse_toml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    parts: dict[str, Any] = {}
-    for name, kind in (("data", DataSource), ("network", NetworkSettings)):
-        part = table.pop(name, {})
-        require(isinstance(part, Mapping), f"{path}: {name}", part, f"a table: [{name}]")
-        parts[name] = parse_settings(kind, part, f"{path}: {name}")
+    table = load_toml(path)
+    parts = take_tables(table, {"data": DataSource, "network": NetworkSettings}, path)
     return parse_settings(NodeFile, {**table, **parts}, str(path), folder=resolve_path(path).parent)
 
 

@@ -8,7 +8,6 @@ import asyncio
 import signal
 import threading
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,8 +20,8 @@ from annotated_types import Ge, Le
 
 from coterie._util.files import resolve_path
 from coterie._util.settings import Configurable, NonNegativeFloat, parse_settings
-from coterie._util.toml import parse_toml
-from coterie.errors import ConfigError, TransportError
+from coterie._util.toml import load_toml
+from coterie.errors import TransportError
 from coterie.net import roster as rosters
 from coterie.net.grpc_server import WINDOW, GrpcServer, Question, abort_missing
 from coterie.net.identity import Identity, split_address
@@ -79,12 +78,7 @@ class RelayFile(Configurable):
         Raises:
             ConfigError: with what was found, what was expected and what to do.
         """
-        try:
-            table = parse_toml(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+        table = load_toml(path)
         return parse_settings(RelayFile, table, str(path), folder=resolve_path(path).parent)
 
 

@@ -264,11 +264,16 @@ class Membership:
 
     def load_state(self) -> dict[str, Any]:
         """Return what the service has written of itself; nothing where none has run."""
-        try:
-            found = json.loads((self.ledger.folder / STATE).read_text("utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return load_state(self.ledger.folder)
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """Return what a service has written of itself into a folder of studies; see `STATE`."""
+    try:
+        found = json.loads((folder / STATE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class Service:

@@ -2,7 +2,6 @@
 
 import re
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,10 +11,10 @@ from annotated_types import Ge, Le
 
 from coterie._util.files import resolve_path
 from coterie._util.settings import Configurable, NonNegativeFloat, PositiveInt, parse_settings
-from coterie._util.toml import parse_toml
+from coterie._util.toml import load_toml
 from coterie.errors import ConfigError, describe_unknown, require
 from coterie.net.identity import Identity
-from coterie.net.nodefile import DataSource, NetworkSettings, NodeFile
+from coterie.net.nodefile import DataSource, NetworkSettings, NodeFile, take_tables
 from coterie.net.statements import ROLE
 
 _HOURS = re.compile(r"([01]?\d|2[0-4])-([01]?\d|2[0-4])")
@@ -145,17 +144,8 @@ def load(path: Path) -> ServiceFile:
     Raises:
         ConfigError: with what was found, what was expected and what to do.
     """
-    try:
-        table = parse_toml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    parts: dict[str, Any] = {}
-    for name, kind in (("rules", Rules), ("network", NetworkSettings)):
-        part = table.pop(name, {})
-        require(isinstance(part, Mapping), f"{path}: {name}", part, f"a table: [{name}]")
-        parts[name] = parse_settings(kind, part, f"{path}: {name}")
+    table = load_toml(path)
+    parts = take_tables(table, {"rules": Rules, "network": NetworkSettings}, path)
     data = table.pop("data", {})
     require(isinstance(data, Mapping), f"{path}: data", data, "tables: [data.ROLE]")
     parts["data"] = {}

@@ -77,12 +77,12 @@ def test_a_link_that_is_not_used_is_closed_and_one_that_was_lost_is_dialed_until
     a._run(_restart_sweeper(a))
     a.ask_head("n2", "1", 2.0)
     a._run(_stop_watching(a._links["n2"]))
-    a._note_presence("n2", False)
+    a.note_presence("n2", False)
     monkeypatch.setattr(grpc_transport, "_IDLE", 0.2)
     a._run(_restart_sweeper(a))
     threading.Event().wait(0.6)
     assert set(a._links) == {"n2"}
-    a._note_presence("n2", True)
+    a.note_presence("n2", True)
     until(lambda: not a._links)
 
 
@@ -160,8 +160,8 @@ def test_a_member_that_comes_and_goes_does_not_fill_the_log(plain):
     told = []
     a._log = lambda event, **details: told.append(event)
     for _ in range(500):
-        a._note_presence("n1", True)
-        a._note_presence("n1", False)
+        a.note_presence("n1", True)
+        a.note_presence("n1", False)
     settle(a)
     assert len(told) == grpc_run.CHANGES
 
