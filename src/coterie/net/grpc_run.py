@@ -296,6 +296,7 @@ class GrpcRun:
             if self._closed:
                 return
             self._closed = True
-        self._links_of_node.announce(self, False, 1.0)
+        # Nobody waits for it, and a member that is not dialed yet has to be dialed first.
+        self._links_of_node.announce(self, False, 10.0)
         self.outbox.close()
         self._links_of_node.drop_run(self)

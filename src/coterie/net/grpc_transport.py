@@ -456,6 +456,9 @@ class GrpcTransport(GrpcRun, GrpcServer):
             # it says only once that it is here, and would be taken for away from then on.
             if not self._closed and run.said[peer] == before:
                 run.note_presence(peer, there)
+            # What this node has said of itself meanwhile may have been overtaken as well.
+            if not here and run.is_here:
+                await self._exchange_presence(link, True, wait, run)
 
     async def _close_unused_links(self) -> None:
         while True:

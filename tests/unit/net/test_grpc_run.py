@@ -90,6 +90,17 @@ def test_who_takes_part_is_known_for_each_run(three):
     assert first.lost_members() == frozenset(), "it has said that it leaves"
 
 
+def test_a_word_that_was_overtaken_is_said_again(three):
+    """As a link came up this node took no part yet; by the time that this is read, it does."""
+    who, (a, b, _) = three
+    first, second = a.open_run(of_two(who)), b.open_run(of_two(who))
+    a.ask_head("n1", "1", 2.0)
+    first.publish(Address(0, 0, 0), Missing("withheld", 0))
+    until(lambda: second.alive_members() == {"n0"})
+    a._run(a._exchange_presence(a._links["n1"], False, run=first))
+    assert second.alive_members() == {"n0"}
+
+
 def test_a_message_of_one_study_is_no_answer_in_another(three):
     """The same address in two runs: each reader gets the message of its own."""
     who, keys = local.make_members([[0], [1], [2]], port=three[0].members[0].host_and_port[1])
