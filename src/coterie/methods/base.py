@@ -280,6 +280,13 @@ class Round:
         # A client never reads itself.
         return allowed.scatter_(1, self.ids[rows, None], False)
 
+    def keep_candidates(self, peers: Int[Tensor, "clients peers"]) -> Int[Tensor, "clients peers"]:
+        """Set the slots of members that a client cannot read in this round to -1."""
+        # The clamp makes -1 a legal index; its value is not used.
+        at, reachable = peers.clamp(min=0), self.reachable
+        fits = reachable[at] if reachable.ndim == 1 else reachable.gather(1, at)
+        return torch.where((peers >= 0) & (peers != self.ids[:, None]) & fits, peers, -1)
+
 
 @dataclass(frozen=True)
 class Method(Configurable, ABC):
@@ -305,8 +312,6 @@ class Method(Configurable, ABC):
             that it extends.
         needs_single_models: why a weighted mean of models is not enough for its server, which is
             the reason for which `secure_aggregation` is refused; "" where it is enough.
-        memory_bound: the field that says how many other members a client remembers at most, where
-            there is one: the forecast of a run's memory needs it.
     """
 
     kind: ClassVar[str]
@@ -321,7 +326,6 @@ class Method(Configurable, ABC):
     sums_groups: ClassVar[bool] = False
     reports: ClassVar[tuple[Metric, ...]] = ()
     needs_single_models: ClassVar[str] = "it has no server that averages"
-    memory_bound: ClassVar[str | None] = None
 
     def _check_rules(self) -> None:
         # The settings of an aggregation rule in a table; names and paths are checked by their type.
@@ -337,6 +341,14 @@ class Method(Configurable, ABC):
         that was computed from the data, and choices made by it that show in what is sent later.
         """
         return ""
+
+    @property
+    def memory_bound(self) -> int | None:
+        """Return the most columns that a table of a client's memory has in any population.
+
+        None where tables grow with the population. The forecast of a run's memory needs it.
+        """
+        return None
 
     @abstractmethod
     def init_state(self, task: Task, rng: Rng) -> State:
@@ -579,36 +591,84 @@ def can_train_in_place(method: PeerMethod, mixed: State, before: State) -> bool:
 LARGE_POPULATION = 20_000
 """Population above which a uniform choice does not draw a number for each pair of clients."""
 
+LARGEST_WITH_PAIRS = 50_000
+"""The same of methods that once held a matrix of all pairs, of 20 GB and more from here on."""
+
+RowsOfMembers = Callable[[Int[Tensor, " rows"]], Bool[Tensor, "rows population"]]
+"""Members of the population for some of the hosted clients: a mask for all would be large."""
+
 
 def draw_peers_uniformly(
     rnd: Round,
     count: int,
-    allowed: Bool[Tensor, "clients population"] | None = None,
+    allowed: Bool[Tensor, "clients population"] | RowsOfMembers | None = None,
     purpose: str = "peers",
+    *,
+    large: int | None = None,
 ) -> Int[Tensor, "clients peers"]:
     """Draw peers uniformly among a client's candidates, a few clients at a time.
 
-    In a population above `LARGE_POPULATION` a client draws members until it has enough, so that its
-    cost does not grow with the population: the same distribution, by other draws.
+    In a large population a client draws members until it has enough, so that its cost does not grow
+    with the population: the same distribution, by other draws.
 
     Args:
         rnd: the round.
         count: how many; at most population - 1.
-        allowed: which of its candidates each client may choose; all when None.
+        allowed: which of its candidates each client may choose, or a function that returns this for
+            some rows; all when None.
         purpose: names the stream.
+        large: the population above which that is so; `LARGE_POPULATION` when None.
     """
-    population = rnd.task.population
-    if population > LARGE_POPULATION:
-        return _draw_peers_in_turn(rnd, count, allowed, purpose)
+    narrow: RowsOfMembers | None = allowed.__getitem__ if isinstance(allowed, Tensor) else allowed
+
+    def find_choice(rows: Tensor) -> Tensor:
+        # Where all clients choose among the same members, one row serves all; the client itself is
+        # left out by the draw.
+        if narrow is None and rnd.reachable.ndim == 1:
+            return rnd.reachable
+        choice = rnd.reachable if rnd.reachable.ndim == 1 else rnd.reachable[rows]
+        return choice if narrow is None else choice & narrow(rows)
+
+    return draw_members_uniformly(
+        rnd.rng, rnd.ids, count, find_choice, rnd.task.population, purpose, large=large
+    )
+
+
+def draw_members_uniformly(
+    rng: Rng,
+    ids: Int[Tensor, " clients"],
+    count: int,
+    find_choice: Callable[[Int[Tensor, " rows"]], Bool[Tensor, "*rows population"]],
+    population: int,
+    purpose: str,
+    *,
+    large: int | None = None,
+) -> Int[Tensor, "clients peers"]:
+    """Draw members of the population for each client, uniformly and never itself.
+
+    Args:
+        rng: the random streams.
+        ids: the clients.
+        count: how many; at most population - 1.
+        find_choice: returns the members among which some of the clients choose; one row where they
+            are the same.
+        population: number of clients in all.
+        purpose: names the stream.
+        large: see `draw_peers_uniformly`.
+    """
     parts = []
+    if large is None:
+        large = LARGE_POPULATION
     # clients x population at once would not fit the cache.
-    for rows in torch.arange(len(rnd.ids)).split(ROWS_AT_ONCE):
-        choice = rnd.candidates_of(rows)
-        if allowed is not None:
-            choice &= allowed[rows]
-        draws = rnd.rng.pairs(purpose, rnd.ids[rows], population)
+    for rows in torch.arange(len(ids)).split(ROWS_AT_ONCE):
+        own, choice = ids[rows], find_choice(rows)
+        if population > large:
+            parts.append(_draw_in_turn(rng, own, count, choice, purpose))
+            continue
+        choice = pages.copy(choice.expand(len(own), -1)).scatter_(1, own[:, None], False)
         # the smallest has the largest Gumbel
-        parts.append(selection.sample_uniformly(draws.neg_(), count, choice))
+        draws = rng.pairs(purpose, own, population).neg_()
+        parts.append(selection.sample_uniformly(draws, count, choice))
     return torch.cat(parts or [_no_peers(count, population)])
 
 
@@ -617,29 +677,29 @@ def _no_peers(count: int, population: int) -> Int[Tensor, "0 peers"]:
     return torch.zeros(0, max(0, min(count, population - 1)), dtype=torch.int64)
 
 
-def _draw_peers_in_turn(
-    rnd: Round, count: int, allowed: Bool[Tensor, "clients population"] | None, purpose: str
+def _draw_in_turn(
+    rng: Rng,
+    ids: Int[Tensor, " clients"],
+    count: int,
+    choice: Bool[Tensor, "*clients population"],
+    purpose: str,
 ) -> Int[Tensor, "clients peers"]:
     """Draw members of a large population one by one, without those drawn before or not allowed.
 
     Where a client may choose so few that this would take long, its choice is among the list of
     them.
     """
-    population, reachable = rnd.task.population, rnd.reachable.numpy()
-    peers = np.full((len(rnd.ids), max(0, min(count, population - 1))), -1)
-    # Counted once where all clients reach the same members; the client itself is subtracted below.
-    everywhere = np.count_nonzero(reachable)
-    ids = rnd.ids.tolist()
-    streams = rnd.rng.iterate_generators(purpose, ids)
-    for row, (client, stream) in enumerate(zip(ids, streams, strict=True)):
-        fits, known = reachable, everywhere
+    population, common = choice.shape[-1], choice.numpy()
+    peers = np.full((len(ids), max(0, min(count, population - 1))), -1)
+    # Counted once where all clients choose among the same members; the client itself is subtracted
+    # below.
+    sizes = np.broadcast_to(np.count_nonzero(common, axis=-1), len(ids)).tolist()
+    streams = rng.iterate_generators(purpose, ids.tolist())
+    for row, (client, stream) in enumerate(zip(ids.tolist(), streams, strict=True)):
+        fits = common
         if fits.ndim > 1:
             fits = fits[row]
-        if allowed is not None:
-            fits = fits & allowed[row].numpy()
-        if fits is not reachable:
-            known = np.count_nonzero(fits)
-        number = known - int(fits[client])
+        number = sizes[row] - int(fits[client])
         wanted, found = min(peers.shape[1], number), []
         # Rejection is slow where a client wants more than a quarter of its choice, or may choose
         # less than an eighth of the population: then list the choice and permute it.

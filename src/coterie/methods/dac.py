@@ -428,7 +428,6 @@ class Dac(PeerMethod):
             drawn uniformly in each round; all when not given.
     """
 
-    memory_bound: ClassVar[str | None] = "table"
     kind: ClassVar[str] = "dac"
     summary: ClassVar[str] = "average with peers drawn by how similar they were found to be"
     references: ClassVar[tuple[str, ...]] = (
@@ -484,6 +483,11 @@ class Dac(PeerMethod):
         require(pulls, "loss_direction", self.loss_direction, expected)
         expected = "none with a table: a rule chooses among all members"
         require(self.selection is None, "selection", self.selection, expected)
+
+    @property
+    def memory_bound(self) -> int | None:
+        """See `Method.memory_bound`: with a table the members that it holds, and the client."""
+        return None if self.table is None else self.table + 1
 
     @property
     def privacy_leak(self) -> str:

@@ -3,14 +3,22 @@
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from coterie._util.settings import PositiveInt
 from coterie.engine.task import Task
-from coterie.functional import selection
 from coterie.functional.robust import Aggregation
-from coterie.methods.base import Info, PeerMethod, Round, State, average_models
+from coterie.methods.base import (
+    LARGEST_WITH_PAIRS,
+    Info,
+    PeerMethod,
+    Round,
+    State,
+    average_models,
+    draw_members_uniformly,
+)
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
 from coterie.rng import Rng
 
@@ -49,17 +57,17 @@ class FixTopology(PeerMethod):
     def init_memory(self, task: Task, rng: Rng) -> FixTopologyMemory:
         """Draw the graph."""
         # One draw for each pair: relabeled clients get the relabeled graph.
-        noise = rng.gumbel("peers", task.ids, task.population)
-        return FixTopologyMemory(
-            selection.sample_uniformly(
-                noise, self.num_peers, selection.mask_of_others(task.ids, task.population)
-            )
-        )
+        everybody = torch.ones(task.population, dtype=torch.bool)
+        peers = draw_members_uniformly(
+            rng, task.ids, self.num_peers, lambda rows: everybody, task.population, "peers",
+            large=LARGEST_WITH_PAIRS,
+        )  # fmt: skip
+        return FixTopologyMemory(peers)
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Pull from the peers that can be reached now, and average."""
         # The graph stays; a peer that cannot be reached now leaves its slot empty.
-        peers = selection.keep_allowed(state.memory.peers, rnd.candidates)
+        peers = rnd.keep_candidates(state.memory.peers)
         inbox = rnd.exchange.pull(self.publish(rnd.task, state), peers)
         return average_models(rnd, state, inbox, self.aggregation)
 

@@ -12,7 +12,15 @@ from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.functional import selection
 from coterie.functional.robust import Aggregation
-from coterie.methods.base import Info, PeerMethod, Round, State, average_models
+from coterie.methods.base import (
+    LARGEST_WITH_PAIRS,
+    Info,
+    PeerMethod,
+    Round,
+    State,
+    average_models,
+    draw_peers_uniformly,
+)
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
 from coterie.rng import Rng
 
@@ -20,9 +28,52 @@ from coterie.rng import Rng
 @final
 @dataclass(frozen=True)
 class PensMemory:
-    """How often each client kept each member of the population in stage one ($q_{ij}$)."""
+    """How often each client kept members of the population in stage one ($q_{ij}$).
 
-    kept: Int[Tensor, "clients population"]
+    A client keeps at most `num_kept` members a round, so it has a column for each that it can keep
+    in all of stage one, and not for each member of the population.
+
+    Args:
+        ids: the members that it kept, each once, in the order in which it first kept them; -1
+            behind the last.
+        count: how often; 0 in an empty column.
+    """
+
+    ids: Int[Tensor, "clients slots"]
+    count: Int[Tensor, "clients slots"]
+
+    @staticmethod
+    def nobody_kept(clients: int, slots: int) -> "PensMemory":
+        """Return the memory of clients that kept nobody."""
+        ids = torch.full((clients, slots), -1, dtype=torch.int32)
+        return PensMemory(ids, torch.zeros_like(ids))
+
+    def add_kept(
+        self, peers: Int[Tensor, "clients peers"], keep: Bool[Tensor, "clients peers"]
+    ) -> "PensMemory":
+        """Return the memory after a round.
+
+        Args:
+            peers: ids of the peers that were read, each once.
+            keep: which of them are kept.
+        """
+        ids, count = self.ids.clone(), self.count.clone()
+        used = (ids >= 0).sum(1)
+        rows = torch.arange(len(ids))
+        # Few slots: a pass for each is cheaper than an array of clients x peers x slots.
+        for peer, kept in zip(peers.T, keep.T, strict=True):
+            same = ids == peer[:, None]
+            known = same.any(1)
+            # A member that was not kept before takes the first empty column.
+            column = torch.where(known, same.to(torch.int8).argmax(1), used)
+            # Stage one fills a row at most. A client in whose place a round is only computed, as
+            # when another joins after the run, may have a full one.
+            kept = kept & (column < ids.shape[1])
+            at = rows[kept], column[kept]
+            ids[at] = peer[kept].to(ids.dtype)
+            count[at] += 1
+            used += kept & ~known
+        return PensMemory(ids, count)
 
 
 @final
@@ -69,9 +120,15 @@ class Pens(PeerMethod):
         fits = self.num_sampled >= self.num_kept
         require(fits, "num_sampled", self.num_sampled, f"at least num_kept = {self.num_kept}")
 
+    @property
+    def memory_bound(self) -> int:
+        """See `Method.memory_bound`: as many members as all of stage one can keep."""
+        return self.num_kept * self.stage_one_rounds
+
     def init_memory(self, task: Task, rng: Rng) -> PensMemory:
         """Return counts of 0."""
-        return PensMemory(torch.zeros(len(task.ids), task.population, dtype=torch.int64))
+        slots = min(self.memory_bound, max(0, task.population - 1))
+        return PensMemory.nobody_kept(len(task.ids), slots)
 
     @property
     def privacy_leak(self) -> str:
@@ -86,34 +143,33 @@ class Pens(PeerMethod):
             chances = population
         return self.num_kept * self.stage_one_rounds / chances - (self.threshold == "pens_repo")
 
-    def find_neighbors(
-        self, kept: Int[Tensor, "clients population"]
-    ) -> Bool[Tensor, "clients population"]:
-        """Return the members with which each client gossips in stage two."""
+    def find_neighbors(self, memory: PensMemory, population: int) -> Int[Tensor, "clients slots"]:
+        """Return the members with which each client gossips in stage two; -1 for none."""
         # A threshold below 0 must not admit peers that were never kept.
-        return (kept > self.min_times_kept(kept.shape[1])) & (kept > 0)
+        often = memory.count > max(0.0, self.min_times_kept(population))
+        return memory.ids.long().masked_fill(~often, -1)
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw, pull, in stage one score and keep the best, average."""
         memory: PensMemory = state.memory
-        noise = rnd.rng.gumbel("peers", rnd.ids, rnd.task.population)
+        population = rnd.task.population
         message = self.publish(rnd.task, state)
         cost: dict[str, Tensor] = {}
         if rnd.index < self.stage_one_rounds:
-            peers = selection.sample_uniformly(noise, self.num_sampled, rnd.candidates)
+            peers = draw_peers_uniformly(rnd, self.num_sampled, large=LARGEST_WITH_PAIRS)
             inbox = rnd.exchange.pull(message, peers)
             keep = selection.select_lowest(
                 rnd.task.score(inbox).cpu(), peers, self.num_kept, inbox.mask
             )
-            # A row's peers are distinct: no index occurs twice.
-            rows, slots = keep.nonzero(as_tuple=True)
-            kept = memory.kept.clone()
-            kept[rows, peers[rows, slots]] += 1
-            memory = PensMemory(kept)
+            memory = memory.add_kept(peers, keep)
             cost["passes"] = inbox.mask.sum(1) * rnd.task.count_samples("train")
         else:
-            peers = selection.sample_uniformly(
-                noise, self.num_peers, rnd.candidates & self.find_neighbors(memory.kept)
+            friends = self.find_neighbors(memory, population)
+            peers = draw_peers_uniformly(
+                rnd,
+                self.num_peers,
+                lambda rows: selection.mask_from_ids(friends[rows], population),
+                large=LARGEST_WITH_PAIRS,
             )
             inbox = rnd.exchange.pull(message, peers)
             keep = inbox.mask

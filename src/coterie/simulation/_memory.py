@@ -192,14 +192,24 @@ def extrapolate_bytes(
     return total
 
 
-def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
+def estimate_method_memory(
+    method: Method, task: Task, population: int | None = None
+) -> tuple[int, int]:
     """Return the bytes of a method's memory, and of what clients publish besides models.
 
     The method's own `init` and `message` are called for two small populations, and the shapes of
     their tensors are extrapolated, so nothing large is allocated. A task of a block of the
     population counts its clients' share of what they remember and publish, and all of what a server
     keeps.
+
+    Args:
+        method: the method.
+        task: of the clients.
+        population: as if all clients of so large a population were in the task; that of the task
+            when None.
     """
+    share = 1.0 if population is not None else len(task) / task.population
+    population = population or task.population
     # Small integers among the hyperparameters may be limits of a table, such as a number of peers:
     # both trial populations should be larger than all of them.
     # By `type`, since True is an int too.
@@ -217,16 +227,11 @@ def estimate_method_memory(method: Method, task: Task) -> tuple[int, int]:
         return 0, 0
     last = _list_memory_shapes(method, task, larger)
     first = last  # of the whole population the shapes are there as they are
-    if larger < task.population:
+    if larger < population:
         first = _list_memory_shapes(method, task, sizes[0])
     pairs = zip(first, last, strict=True)
-    share = len(task) / task.population
-    widest = None
-    if method.memory_bound is not None:
-        widest = getattr(method, method.memory_bound)
-    if widest is not None:
-        widest += 1  # the client itself
-    own, server, sent = [extrapolate_bytes(a, b, sizes, task.population, widest) for a, b in pairs]
+    widest = method.memory_bound
+    own, server, sent = [extrapolate_bytes(a, b, sizes, population, widest) for a, b in pairs]
     return int(share * own) + server, int(share * sent)
 
 

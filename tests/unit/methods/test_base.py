@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from coterie.exchange.in_memory import InMemory
+from coterie.functional import selection
 from coterie.methods import base
 from coterie.methods.base import Round, draw_peers_uniformly
 from coterie.methods.fedavg import FedAvg
@@ -99,3 +100,19 @@ def test_as_many_peers_as_there_are_are_all_of_them(many):
     assert [sorted(row) for row in peers.tolist()] == [
         [j for j in range(6) if j != i] for i in range(6)
     ]
+
+
+@pytest.mark.parametrize("by_client", [False, True])
+def test_slots_of_members_out_of_reach_are_emptied_as_by_the_mask_of_all_pairs(by_client):
+    """Client 0 reads neither itself nor member 2; with an axis of clients 3 does not read member 1."""
+    reachable = torch.tensor([True, True, False, True, True])
+    if by_client:
+        reachable = reachable.expand(5, -1).clone()
+        reachable[3, 1] = False
+    rnd = a_round(5, list(range(5)), reachable=reachable)
+    peers = torch.tensor([[0, 2, 4], [0, 1, -1], [-1, 3, 2], [1, 2, 4], [3, 0, 1]])
+    found = rnd.keep_candidates(peers)
+    assert found.tolist() == [
+        [-1, -1, 4], [0, -1, -1], [-1, 3, -1], [-1 if by_client else 1, -1, 4], [3, 0, 1],
+    ]  # fmt: skip
+    assert torch.equal(found, selection.keep_allowed(peers, rnd.candidates))

@@ -25,6 +25,21 @@ def test_every_client_draws_its_own_peers(play):
     assert int(readers.max()) < 17
 
 
+def test_the_graph_is_that_of_a_gumbel_draw_for_each_pair(play):
+    """The five largest draws of a row, the largest first: the reference sees all pairs at once."""
+    run = play(FixTopology(num_peers=5), tiny_federation(70, train=2, validation=1))
+    noise = run.loop.rng.gumbel("peers", torch.arange(70), 70).fill_diagonal_(-torch.inf)
+    assert torch.equal(run.memory.peers, noise.argsort(1, descending=True)[:, :5])
+
+
+def test_a_large_population_has_a_graph_of_distinct_members_too(play, monkeypatch):
+    monkeypatch.setattr("coterie.methods.fix_topology.LARGEST_WITH_PAIRS", 10)
+    peers = play(FixTopology(), tiny_federation(60, train=2, validation=1)).memory.peers
+    assert all(len(set(row)) == 5 for row in peers.tolist())
+    assert not (peers == torch.arange(60)[:, None]).any()
+    assert int(torch.bincount(peers.flatten(), minlength=60).max()) < 17
+
+
 def test_fixed_topology_waits_for_nobody_outside_the_cohort(play):
     """A neighbor that takes no part this round is an empty slot."""
     run = play(FixTopology(num_peers=5))

@@ -198,6 +198,41 @@ def test_no_method_has_more_in_its_first_round_than_was_told(kind):
     assert _memory.estimate_method_memory(METHODS[kind](), task)[0] == found
 
 
+def _estimate_for(method, clients):
+    federation = tiny_federation(60)
+    task = build_task(federation.host(federation.ids), "linear", engine="loop", dtype=torch.float32)
+    return _memory.estimate_method_memory(method, task, clients)[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "bytes_a_client"),
+    [
+        # An id and a count of four bytes for each of the two members kept in each of 20 rounds.
+        (METHODS["pens"](), 2 * 4 * 40),
+        (METHODS["pens"](num_kept=3, stage_one_rounds=7), 2 * 4 * 21),
+        (METHODS["pens"](stage_one_rounds=0), 0),
+        (METHODS["fix-topology"](), 8 * 5),
+        (METHODS["dac"](table=64), (4 + 8 + 1 + 4) * 65),
+    ],
+)
+def test_100_000_clients_are_told_what_does_not_grow_with_pairs(method, bytes_a_client):
+    assert _estimate_for(method, 100_000) == 100_000 * bytes_a_client
+
+
+def test_100_000_clients_of_pens_were_refused_and_fit():
+    """Before: eight bytes for each of 10^10 pairs, twice. Now 320 bytes a client, twice: 61 MiB."""
+
+    def forecast(remembered):
+        return _memory.forecast_memory(
+            clients=100_000, params=650, itemsize=4, block=1000, data=0, keeps_best=True,
+            remembered=remembered,
+        )  # fmt: skip
+
+    _memory.check_forecast(forecast(_estimate_for(METHODS["pens"](), 100_000)), "cpu", 8 << 30)
+    with pytest.raises(ConfigError, match=r"149\.0 GiB for what the method remembers"):
+        _memory.check_forecast(forecast(8 * 10**10), "cpu", 24 << 30)
+
+
 def _memory_source(federation):
     return resolve_model("linear", federation.features, federation.outputs)
 
