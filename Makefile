@@ -59,6 +59,7 @@ docs: setup ## write everything that is generated: pages, README's tables, the l
 	$(BIN)/python scripts/api.py
 	$(BIN)/python scripts/stored.py
 	$(BIN)/python scripts/reproduction.py
+	$(BIN)/python scripts/lineage.py
 	$(BIN)/python scripts/hospitals.py
 	$(BIN)/python scripts/personalized.py
 	$(BIN)/python scripts/performance.py
