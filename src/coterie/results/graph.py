@@ -24,6 +24,8 @@ MOST_COMMUNITIES = 20
 PATIENCE = 4  # numbers of communities tried in vain before the search ends
 WHOLE_SPECTRUM = 400
 """Largest population of which all eigenvectors are computed; of a larger one, the leading ones."""
+MOST_ROWS = 10_000
+"""Clients from which the centers of groups are found; of a larger population, a random sample."""
 _RESTARTS, _TOLERANCE = 60, 1e-3  # of that iteration
 _ENTRIES = 40_000_000  # of the reads, times restarts: more reads get fewer
 
@@ -157,16 +159,15 @@ def rounds_to_discovery(
     # With a zero before them, a difference of two entries is a sum over the rounds between.
     reached = np.concatenate([[0.0], (right - chance).cumsum()])
     needed = np.concatenate([[0.0], (share * (best - chance)).cumsum()])
-    first = np.concatenate([np.searchsorted(client, np.arange(len(truth))), [len(client)]])
-    for who in np.unique(client):
-        mine = slice(first[who], first[who + 1] + 1)
-        gained, wanted = reached[mine], needed[mine]
-        gained, wanted = gained[window:] - gained[:-window], wanted[window:] - wanted[:-window]
-        # 1e-9 takes up rounding; a window in which nothing above chance is possible never counts.
-        done = np.flatnonzero((wanted > 1e-9) & (gained >= wanted - 1e-9))
-        if len(done):
-            # The window ends with this round.
-            found[who] = rounds[first[who] + done[0] + window - 1]
+    gained, wanted = reached[window:] - reached[:-window], needed[window:] - needed[:-window]
+    last = np.arange(window - 1, len(client))  # block of a client that ends each of these windows
+    # A window is of one client; 1e-9 takes up rounding; one in which nothing above chance is
+    # possible never counts.
+    own = client[last] == client[last - window + 1]
+    done = last[own & (wanted > 1e-9) & (gained >= wanted - 1e-9)]
+    # The first such window of each client.
+    who, where = np.unique(client[done], return_index=True)
+    found[who] = rounds[done[where]]
     return found
 
 
@@ -178,7 +179,8 @@ def find_communities(
     Spectral clustering of the symmetrized counts, with the number of groups from 1 to 20 that has
     the highest modularity (the search ends after four numbers without improvement); deterministic.
     A client without reads joins the nearest group. Above `WHOLE_SPECTRUM` clients the leading
-    eigenvectors are found by Lanczos iteration, to a thousandth.
+    eigenvectors are found by Lanczos iteration, to a thousandth; above `MOST_ROWS` in single
+    precision, and the centers of the groups from a random sample of so many clients.
 
     Args:
         counts: how often each client read each other, as `count_reads` or `count_reads_sparse`
@@ -191,6 +193,16 @@ def find_communities(
         Ng, Jordan & Weiss, On spectral clustering, 2001.
         Newman, Modularity and community structure, 2006.
     """
+    from threadpoolctl import threadpool_limits
+
+    # On busy cores several threads take several times as long as one; and sums are those of one.
+    with threadpool_limits(1):
+        return _find_communities(counts)
+
+
+def _find_communities(
+    counts: Num[np.ndarray, "population population"] | sparse.csr_array,
+) -> Int[np.ndarray, " population"]:
     from sklearn.cluster import KMeans
 
     weights: Any = sparse.csr_array(counts, dtype=float)
@@ -208,6 +220,9 @@ def find_communities(
     vectors = _compute_eigenvectors(
         weights, np.divide(1, np.sqrt(degree), out=np.zeros(size), where=degree > 0)
     )
+    chosen = np.arange(size)
+    if size > MOST_ROWS:
+        chosen = np.sort(np.random.default_rng(0).choice(size, MOST_ROWS, replace=False))
     quality, worse = 0.0, 0
     for groups in range(2, min(MOST_COMMUNITIES, size - 1, vectors.shape[1]) + 1):
         rows = vectors[:, :groups]
@@ -215,9 +230,12 @@ def find_communities(
         # Clients without reads keep a row of zeros.
         rows = np.divide(rows, norms, out=np.zeros_like(rows), where=norms > 1e-12)
         # k-means warns when there are fewer different points than groups.
-        if len(np.unique(rows.round(9), axis=0)) < groups:
+        sample = rows[chosen]
+        if len(np.unique(sample.round(9), axis=0)) < groups:
             continue
-        labels = KMeans(groups, n_init="auto", random_state=0).fit_predict(rows).astype(np.int64)
+        means = KMeans(groups, n_init="auto", random_state=0).fit(sample)
+        found = means.labels_ if len(sample) == size else means.predict(rows)
+        labels = np.asarray(found, dtype=np.int64)
         score = modularity(weights, labels)
         # Rounding alone is no improvement.
         if score > quality + 1e-9:
@@ -244,6 +262,9 @@ def _compute_eigenvectors(
     normalized = sparse.diags_array(scale) @ weights @ sparse.diags_array(scale)
     # ARPACK draws a random start otherwise, and results would differ between calls.
     start = np.random.default_rng(0).normal(size=len(scale))
+    if len(scale) > MOST_ROWS:
+        # Most of the time is taken by the memory that the iteration reads.
+        normalized, start = normalized.astype(np.float32), start.astype(np.float32)
     try:
         values, vectors = eigsh(
             normalized,

@@ -255,6 +255,14 @@ def test_a_window_holds_its_own_reads_alone(write_run, tmp_path):
     (reads,) = build_payload(*load_runs([tmp_path]))["reads"]["methods"]
     windows = [(one["round"], one["groups"], pytest.approx(one["ari"])) for one in reads["windows"]]
     assert windows == [(0, 2, -1 / 6), (1, 2, 1.0)]
+    # The same run without planted clusters: nothing to compare with, and so no windows.
+    alone = [(*row[:2], 0, *row[3:]) for row in metrics]
+    write_run(
+        tmp_path / "t" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=alone, edges=edges
+    )
+    (reads,) = build_payload(*load_runs([tmp_path / "t"]))["reads"]["methods"]
+    assert reads["windows"] == []
+    assert len(reads["communities"]) == 8
 
 
 def curve_of(data, label):

@@ -99,6 +99,38 @@ def test_discovery_skips_rounds_in_which_a_client_was_not_active():
     assert found[0] == 10
 
 
+def test_discovery_of_many_clients_is_that_of_each_by_itself():
+    """Random reads with gaps, of clusters of unequal size; beside a loop over clients and windows."""
+    stream, clients, window, share = np.random.default_rng(5), 30, 3, 0.3
+    truth = np.repeat([0, 1, 2], [18, 11, 1])
+    rows = []
+    for index in range(12):
+        for reader in range(clients):
+            for _ in range(stream.integers(0, 4)):
+                near = np.flatnonzero(truth == truth[reader])
+                read = (
+                    stream.choice(near) if stream.random() < 0.06 * index else stream.integers(30)
+                )
+                rows.append((index, reader, int(read)))
+    expected = np.full(clients, np.nan)
+    for client in range(clients):
+        mine = [(i, j) for i, c, j in rows if c == client and j != client]
+        active, others = sorted({i for i, _ in mine}), int((truth == truth[client]).sum()) - 1
+        for first in range(len(active) - window + 1):
+            right = chance = most = 0.0
+            for index in active[first : first + window]:
+                read = [j for i, j in mine if i == index]
+                right += sum(truth[j] == truth[client] for j in read)
+                chance += len(read) * others / (clients - 1)
+                most += min(len(read), others)
+            enough = right - chance >= share * (most - chance) - 1e-9
+            if enough and share * (most - chance) > 1e-9 and np.isnan(expected[client]):
+                expected[client] = active[first + window - 1]
+    found = graph.rounds_to_discovery(edges(*rows), truth, share=share, window=window)
+    assert 5 < np.isfinite(expected).sum() < clients
+    np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize(("share", "window"), [(0.0, 5), (1.1, 5), (0.5, 0)])
 def test_discovery_refuses_an_impossible_threshold(share, window):
     """A share of nothing, or of more than everything, finds nothing."""
@@ -160,6 +192,30 @@ def test_communities_of_many_clients_come_from_the_leading_eigenvectors_alone(ou
     monkeypatch.setattr(graph, "WHOLE_SPECTRUM", 600)
     np.testing.assert_array_equal(graph.find_communities(counts), truth)
     np.testing.assert_array_equal(graph.find_communities(counts.toarray()), truth)
+
+
+def test_centers_of_groups_are_those_of_a_sample_where_clients_are_many(monkeypatch):
+    """Of 600 clients 150 give the centers, and all 600 get the label of their group; the same in each call."""
+    counts = graph.count_reads_sparse(planted_reads(600, 5, 8, 3), 600)
+    monkeypatch.setattr(graph, "MOST_ROWS", 150)
+    found = graph.find_communities(counts)
+    np.testing.assert_array_equal(found, np.repeat(np.arange(5), 120))
+    np.testing.assert_array_equal(found, graph.find_communities(counts))
+
+
+def test_communities_are_found_with_one_thread_whatever_the_caller_has(monkeypatch):
+    """Of every pool, also while it is raised to two around the call; afterwards it has two again."""
+    from threadpoolctl import threadpool_info, threadpool_limits
+
+    def count_threads():
+        return {pool["num_threads"] for pool in threadpool_info()}
+
+    seen, real = set(), graph.modularity
+    monkeypatch.setattr(graph, "modularity", lambda *of: seen.update(count_threads()) or real(*of))
+    with threadpool_limits(2):
+        graph.find_communities(np.kron(np.eye(2), np.ones((4, 4))))
+        assert 2 in count_threads()
+    assert seen == {1}
 
 
 def test_communities_of_many_clients_without_structure_have_hardly_any_modularity():
