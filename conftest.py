@@ -10,16 +10,25 @@ import dataclasses
 import functools
 import gc
 import importlib.machinery
+import importlib.util
 import inspect
+import os
 import sys
 import types
 import typing
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from beartype import BeartypeConf, beartype
 from jaxtyping import AbstractArray, jaxtyped
 
+# Kernels of Triton are interpreted, a program after the other; it decides when it is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+collect_ignore_glob = []
+if importlib.util.find_spec("triton") is None:  # there is none for other systems than Linux
+    collect_ignore_glob.append("src/coterie/engine/kernels/[a-z]*")
 CONF = BeartypeConf(is_pep484_tower=True)
 MADE: dict[types.CodeType, tuple[Callable[..., Any], bool]] = {}
 """The checks of functions that are defined within others, and whether there are shapes in them."""
@@ -94,6 +103,9 @@ class Decorator(ast.NodeTransformer):
     """Puts the check next to each function, and outermost on each class: a dataclass has its constructor by then."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        # Triton compiles a kernel from its source, whose annotations are for Triton.
+        if any(ast.unparse(one) == "triton.jit" for one in node.decorator_list):
+            return node
         node.decorator_list.append(ast.copy_location(ast.Name("_checked_", ast.Load()), node))
         return self.generic_visit(node)
 

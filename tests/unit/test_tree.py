@@ -57,6 +57,7 @@ ELSEWHERE = {
     "engine/evaluation": "unit/engine/test_task.py",
     "engine/options": "unit/engine/test_task.py",
     "engine/training": "unit/engine/test_optim_persistent.py",
+    "engine/kernels/rules": "unit/engine/kernels/test_update.py",
     "engine/native/simple": "unit/engine/native/test_pooling.py",
     # what keeps one contract is tested by it
     "exchange/validity": "contract/test_server_validity.py",

@@ -1,6 +1,7 @@
 """Optimizers on rows of parameters, each client with its own state; equal to torch.optim's."""
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Annotated, Any
@@ -29,7 +30,7 @@ from coterie.engine.schedules import (
     parse_schedules,
     schedule_tables,
 )
-from coterie.errors import ConfigError, describe_unknown, require
+from coterie.errors import ConfigError, describe_unknown, first_line, require
 
 # In this order native programs number them (`native.library`), so that new ones come last.
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -416,6 +417,14 @@ class RowOptimizer:
         if self.taken is not None:  # each client has its own
             # float64, in which beta^t and 1 - beta^t keep their digits.
             count = (self.taken + number)[:, None].double()
+        fused = find_fused_update(self.local, rows, rate, count)
+        if fused is not None:
+            fused(self.local.optimizer, self.arguments, rows, grads, self.state, rate, count)
+            return
+        self._step_by_operations(rows, grads, rate, count)
+
+    def _step_by_operations(self, rows: Tensor, grads: Tensor, rate: Any, count: Any) -> None:
+        """Take a step, an operation of PyTorch after the other."""
         decay, kind = self.arguments["weight_decay"], self.local.optimizer
         # Decoupled decay comes before the step, as in torch.optim.AdamW.
         if decay and kind == "adamw":
@@ -488,6 +497,80 @@ class RowOptimizer:
         """Take back the state of some rows."""
         for own, other in zip(self.state, part.state, strict=True):
             own[chosen] = other
+
+
+FusedUpdate = Callable[..., None]
+"""See `engine.kernels.update.update_rows`."""
+
+
+def find_fused_update(
+    local: LocalTraining, rows: Tensor, rate: Any, count: Any
+) -> FusedUpdate | None:
+    """Return the step of an optimizer as one kernel, where it runs: on a CUDA device with Triton.
+
+    Args:
+        local: the optimizer.
+        rows: the trainable parameters.
+        rate: see `RowOptimizer.step`; with tensors of each client the kernel is another one.
+        count: as well.
+
+    Returns:
+        The kernel, which was compared with PyTorch's operations; None where there is none.
+    """
+    known = local.optimizer in ("sgd", "adam", "adamw") and rows.dtype == torch.float32
+    if not known or not _is_on_gpu(rows) or rows.stride(1) != 1:
+        return None
+    each = isinstance(rate, Tensor) or isinstance(count, Tensor)
+    key = (local.optimizer, repr(local.optimizer_arguments), each, rows.device)
+    if key not in _FUSED:
+        _FUSED[key] = _try_fused_update(local, each, rows.device)
+    return _FUSED[key]
+
+
+def _is_on_gpu(rows: Tensor) -> bool:
+    return rows.is_cuda
+
+
+# what was found for each optimizer and device of this process
+_FUSED: dict[tuple[str, str, bool, torch.device], FusedUpdate | None] = {}
+
+
+def _try_fused_update(local: LocalTraining, each: bool, device: torch.device) -> FusedUpdate | None:
+    """Return the kernel if two steps of it are those of PyTorch's operations, up to rounding."""
+    try:
+        from coterie.engine.kernels.update import update_rows
+    except ImportError:  # a build of PyTorch without Triton
+        return None
+    # Two programs a client, the second of which is not full.
+    start = torch.linspace(-2, 2, 3 * 1500).sin().reshape(3, -1).to(device)
+    sides = [start.clone(), start.clone()]
+    optimizers = [RowOptimizer(local, one) for one in sides]
+    rate: Any = 0.1
+    if each:
+        rate = torch.tensor([[0.1], [0.2], [0.3]], dtype=torch.float64, device=device)
+    try:
+        for number in (1, 2):
+            gradient = (start * (5 * number)).cos()
+            update_rows(
+                local.optimizer, local.optimizer_arguments, sides[0], gradient.clone(),
+                optimizers[0].state, rate, number,
+            )  # fmt: skip
+            optimizers[1]._step_by_operations(sides[1], gradient, rate, number)
+        found = [torch.stack([own, *one.state]) for own, one in zip(sides, optimizers, strict=True)]
+        # Numbers of order 1: far above their rounding, far below what a wrong formula changes.
+        if torch.allclose(*found, rtol=1e-5, atol=1e-6, equal_nan=True):
+            return update_rows
+        why = "it computes another step"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Triton's own, those of a compiler or of the driver
+        why = f"{type(error).__name__}: {first_line(error)}"
+    warnings.warn(
+        f"PyTorch's operations take the steps of {local.optimizer!r}: Triton's kernel cannot be "
+        f"used ({why})",
+        stacklevel=2,
+    )
+    return None
 
 
 def _match_dtype(rows: Tensor, value: Any) -> Any:
