@@ -4,10 +4,10 @@ r"""Measure the cost of a client-round, the memory and the files of a run, by po
     python benchmarks/population.py --methods random fedavg --clients 1000 10000 100000 \
         --model linear --side 8
     python benchmarks/population.py --methods dac --table 64 --clients 1000 10000 100000 \
-        --model linear --side 8
+        --model linear mlp-32 --side 8
 
 Every cell is a run in a process of its own: net B on random digits (1x28x28 bytes), a few samples a
-client, with as many threads as there are cores. Its time is the mean of the rounds after the first.
+client, with as many threads as there are cores. "mlp-32" is a perceptron with 32 hidden units. Its time is the mean of the rounds after the first.
 Its memory is the largest resident set of the process before the report is made, data and
 interpreter included. The last checkpoint, the tables of results and the report are measured after
 that, in seconds and in size. Clients train, exchange and validate in every round.
@@ -24,10 +24,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from _measured import images
+from torch import nn
 
 from coterie import METHODS
 from coterie._util import manifest
@@ -44,6 +46,11 @@ from coterie.simulation import workers
 from coterie.simulation.run import Progress, simulate
 
 
+def make_mlp(side: int) -> nn.Module:
+    """Return a perceptron of gray images with 32 hidden units and 10 outputs."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(side * side, 32), nn.ReLU(), nn.Linear(32, 10))
+
+
 def cell(
     kind: str,
     clients: int,
@@ -58,7 +65,7 @@ def cell(
         kind: of the method.
         clients: of the population.
         rounds: of the run.
-        model: a name of `models.NETS`.
+        model: a name of `models.NETS`, or "mlp-32".
         side: of the images.
         table: members that a client of DAC remembers; all when None.
     """
@@ -78,11 +85,13 @@ def cell(
         if table is not None:
             assert isinstance(method, Dac)
             method = replace(method, table=table)
-        simulate(data, method, model=model, settings=settings, observer=note, folder=folder)
+        net = partial(make_mlp, side) if model == "mlp-32" else model
+        simulate(data, method, model=net, settings=settings, observer=note, folder=folder)
         left = _left(folder, kind, rounds)
     each = (seconds[rounds - 1] - seconds[0]) / (rounds - 1)
     return {
         "method": kind,
+        "model": model,
         **({} if table is None else {"table": table}),
         "clients": clients,
         "rounds": rounds,
@@ -136,7 +145,7 @@ def _rounds(clients: int, client_rounds: int) -> int:
     return min(41, max(3, client_rounds // clients))
 
 
-def _alone(kind: str, clients: int, options: argparse.Namespace) -> dict[str, Any]:
+def _alone(kind: str, model: str, clients: int, options: argparse.Namespace) -> dict[str, Any]:
     """Run a cell in a process of its own."""
     same = [
         sys.executable,
@@ -147,7 +156,7 @@ def _alone(kind: str, clients: int, options: argparse.Namespace) -> dict[str, An
         "--clients",
         str(clients),
         "--model",
-        options.model,
+        model,
     ]
     how = ["--side", str(options.side), "--client-rounds", str(options.client_rounds)]
     if options.table is not None:
@@ -163,7 +172,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--methods", nargs="+", default=["dac", "random", "fedavg"])
     parser.add_argument("--clients", nargs="+", type=int, default=[100, 1000, 10000])
-    parser.add_argument("--model", default="cnn-b", help="a name of models.NETS")
+    parser.add_argument(
+        "--model", nargs="+", default=["cnn-b"], help="names of models.NETS, or mlp-32"
+    )
     parser.add_argument("--side", type=int, default=28, help="of the images")
     parser.add_argument("--table", type=int, help="members that a client of DAC remembers")
     parser.add_argument(
@@ -184,14 +195,15 @@ def main() -> int:
     for kind in options.methods:
         if options.cell:
             clients, rounds = options.clients[0], _rounds(options.clients[0], options.client_rounds)
-            row = cell(kind, clients, rounds, options.model, options.side, options.table)
+            row = cell(kind, clients, rounds, options.model[0], options.side, options.table)
             print(json.dumps(row))
             continue
-        passes = [
-            [_alone(kind, clients, options) for clients in options.clients]
-            for _ in range(options.repeats)
-        ]
-        results += rows(passes)
+        for model in options.model:
+            passes = [
+                [_alone(kind, model, clients, options) for clients in options.clients]
+                for _ in range(options.repeats)
+            ]
+            results += rows(passes)
     if options.cell:
         return 0
     if options.out is not None:
