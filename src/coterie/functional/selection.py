@@ -9,8 +9,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 
 from coterie.errors import ConfigError
@@ -221,6 +222,36 @@ def mask_from_ids(
     out = torch.zeros(len(peers), population + 1, dtype=torch.bool)
     out.scatter_(1, torch.where(peers >= 0, peers, population), True)
     return out[:, :population]
+
+
+def pack_mask(mask: Bool[Tensor, "clients population"]) -> UInt8[Tensor, "clients bytes"]:
+    """Return a mask with eight members in a byte, the first one in its lowest bit.
+
+    Example:
+        >>> pack_mask(torch.tensor([[True, False, True] + [False] * 5 + [True]]))
+        tensor([[5, 1]], dtype=torch.uint8)
+    """
+    return torch.from_numpy(np.packbits(mask.numpy(), axis=1, bitorder="little"))
+
+
+def unpack_mask(
+    packed: UInt8[Tensor, "clients bytes"], population: int
+) -> Bool[Tensor, "clients population"]:
+    """Return a mask as it was before `pack_mask`."""
+    found = np.unpackbits(packed.numpy(), axis=1, count=population, bitorder="little")
+    return torch.from_numpy(found.view(np.bool_))
+
+
+def find_listed(
+    peers: Int[Tensor, "clients peers"], listed: Int[Tensor, "clients others"]
+) -> Bool[Tensor, "clients peers"]:
+    """Return which peers of a client are in its list of others; -1 is in none.
+
+    Example:
+        >>> find_listed(torch.tensor([[3, -1, 4]]), torch.tensor([[4, -1]]))
+        tensor([[False, False,  True]])
+    """
+    return ((peers[:, :, None] == listed[:, None, :]) & (peers >= 0)[:, :, None]).any(2)
 
 
 def keep_allowed(

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import UInt8
 from torch import Tensor
 
 from coterie._util.settings import PositiveInt
@@ -24,15 +24,19 @@ from coterie.methods.base import (
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
 from coterie.rng import Rng
 
-_SLOTS = 256  # members asked for their cluster at once
+_SLOTS = 256  # members asked for their cluster at once; whole bytes of the memory
 
 
 @final
 @dataclass(frozen=True)
 class OracleMemory:
-    """The members of each client's planted cluster."""
+    """The members of each client's planted cluster.
 
-    same: Bool[Tensor, "clients population"]
+    Args:
+        same: eight members in a byte, see `selection.pack_mask`.
+    """
+
+    same: UInt8[Tensor, "clients bytes"]
 
 
 @final
@@ -64,7 +68,8 @@ class Oracle(PeerMethod):
 
     def init_memory(self, task: Task, rng: Rng) -> OracleMemory:
         """Return empty clusters."""
-        return OracleMemory(torch.zeros(len(task.ids), task.population, dtype=torch.bool))
+        width = (task.population + 7) // 8
+        return OracleMemory(torch.zeros(len(task.ids), width, dtype=torch.uint8))
 
     def enroll(self, rnd: Round, state: State) -> State:
         """Learn the members of each client's cluster."""
@@ -76,20 +81,24 @@ class Oracle(PeerMethod):
             )
         # No model is needed to learn the clusters.
         message = Message(state.params[:, :0], {"cluster": clusters})
-        everybody = torch.arange(rnd.task.population).expand(len(clusters), -1)
         same = torch.zeros_like(state.memory.same)
         # `_SLOTS` at a time, so that clients x population messages are never in memory at once.
-        for peers in selection.keep_allowed(everybody, rnd.candidates).split(_SLOTS, dim=1):
+        for members in torch.arange(rnd.task.population).split(_SLOTS):
+            peers = rnd.keep_candidates(members.expand(len(clusters), -1))
             inbox = rnd.exchange.pull(message, peers)
             alike = inbox.mask & (inbox.field_by_slot("cluster") == clusters[:, None])
-            same = same | selection.mask_from_ids(
-                torch.where(alike, peers, -1), rnd.task.population
-            )
+            packed, first = selection.pack_mask(alike), int(members[0]) // 8
+            same[:, first : first + packed.shape[1]] = packed
         return replace(state, memory=OracleMemory(same))
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw peers from the client's cluster, pull, average."""
-        peers = draw_peers_uniformly(rnd, self.num_peers, state.memory.same)
+        memory: OracleMemory = state.memory
+        peers = draw_peers_uniformly(
+            rnd,
+            self.num_peers,
+            lambda rows: selection.unpack_mask(memory.same[rows], rnd.task.population),
+        )
         inbox = rnd.exchange.pull(self.publish(rnd.task, state), peers)
         return average_models(rnd, state, inbox, self.aggregation)
 

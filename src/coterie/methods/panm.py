@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from coterie._util.settings import NonNegativeFloat, PositiveInt, Share
@@ -15,10 +15,12 @@ from coterie.exchange.base import Inbox, Message
 from coterie.functional import aggregation, gaussian_mixture, selection, similarity
 from coterie.methods import dac
 from coterie.methods.base import (
+    ROWS_AT_ONCE,
     Info,
     Order,
     PeerMethod,
     Round,
+    RowsOfMembers,
     State,
     draw_peers_uniformly,
     mixing_report,
@@ -28,6 +30,8 @@ from coterie.methods.base import (
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
 from coterie.rng import Rng
 
+_PAIRS_AT_ONCE = 1 << 26  # entries of a mask of clients and members, of a byte each
+
 
 @final
 @dataclass(frozen=True)
@@ -36,16 +40,45 @@ class PanmMemory:
 
     Args:
         neighbors: the list $N_i$ of stage one; -1 behind the last.
-        bag: the bag $B_i$ of stage two.
+        bag: the bag $B_i$ of stage two; eight members in a byte, see `selection.pack_mask`.
         update: $g_i$, the change of the trained parameters in the last local training; without
             columns for PANMLoss.
         origin: $w^0$ where messages carry it; else without columns.
     """
 
     neighbors: Int[Tensor, "clients neighbors"]
-    bag: Bool[Tensor, "clients population"]
+    bag: UInt8[Tensor, "clients bytes"]
     update: Float[Tensor, "clients update"]
     origin: Float[Tensor, "clients origin"]
+
+
+@dataclass(frozen=True)
+class _Bags:
+    """Bags of the hosted clients as masks, of a few clients at a time.
+
+    Args:
+        packed: see `PanmMemory`.
+        population: number of clients in all.
+    """
+
+    packed: UInt8[Tensor, "clients bytes"]
+    population: int
+
+    def inside(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, "rows population"]:
+        """Return the members of the bags of some clients."""
+        return selection.unpack_mask(self.packed[rows], self.population)
+
+    def outside(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, "rows population"]:
+        """Return all others."""
+        return ~self.inside(rows)
+
+
+def _pack_by_rows(
+    clients: int, population: int, find: RowsOfMembers
+) -> UInt8[Tensor, "clients bytes"]:
+    """Return packed masks that a function finds for a part of the clients at a time."""
+    parts = torch.arange(clients).split(max(ROWS_AT_ONCE, _PAIRS_AT_ONCE // population))
+    return torch.cat([selection.pack_mask(find(rows)) for rows in parts])
 
 
 @dataclass(frozen=True)
@@ -98,7 +131,7 @@ class Panm(PeerMethod):
         """Return a memory without neighbors."""
         update, origin = self.memory_widths(task)
         start = task.initial_models(rng)
-        nobody = torch.zeros(len(task.ids), task.population, dtype=torch.bool)
+        nobody = torch.zeros(len(task.ids), (task.population + 7) // 8, dtype=torch.uint8)
         list_size = min(self.num_peers, max(0, task.population - 1))
         none = torch.full((len(task.ids), list_size), -1)
         # `zeros_like` and `clone` of a slice: views would keep the whole matrix of first models
@@ -122,7 +155,7 @@ class Panm(PeerMethod):
         """Pull and score peers, match neighbors, pull the neighbors not read yet, average."""
         # The paper counts rounds from 1.
         memory, number = state.memory, rnd.index + 1
-        before = memory.bag
+        before, population = memory.bag, rnd.task.population
         to_score, to_average = publish_all(self, rnd.task, state)
         early = number <= self.stage_one_rounds
         believed, candidates = self.choose_peers_to_score(
@@ -131,7 +164,7 @@ class Panm(PeerMethod):
         # [clients, believed | candidates]: presumed neighbors come first.
         slots = torch.cat([believed, candidates], dim=1)
         # A neighbor found earlier may be out of reach now.
-        scored = rnd.exchange.pull(to_score, selection.keep_allowed(slots, rnd.candidates))
+        scored = rnd.exchange.pull(to_score, rnd.keep_candidates(slots))
         scores, cost = self.score_peers(rnd, state, scored)
         # Marks the slots of the presumed neighbors.
         first = (torch.arange(slots.shape[1]) < believed.shape[1]).expand_as(slots)
@@ -139,30 +172,38 @@ class Panm(PeerMethod):
             chosen = selection.select_best(
                 scores, slots, memory.neighbors.shape[1], scored.mask, first
             )
-            memory = replace(
-                memory, neighbors=chosen, bag=selection.mask_from_ids(chosen, rnd.task.population)
+            bag = _pack_by_rows(
+                len(chosen),
+                population,
+                lambda rows: selection.mask_from_ids(chosen[rows], population),
             )
+            memory = replace(memory, neighbors=chosen, bag=bag)
             # The new neighbors were scored, hence read: the second exchange sends no
             # request, but takes place.
             missing = chosen[:, :0]
         else:
             how = gaussian_mixture.MixtureOptions(self.em, self.component, self.monotone)
-            memory = replace(
-                memory,
-                bag=gaussian_mixture.correct_bags(
-                    memory.bag, slots, scores, first, scored.mask, how
-                ),
-            )
-            chosen = draw_peers_uniformly(rnd, self.num_peers, memory.bag)
+
+            def correct(rows: Tensor) -> Tensor:
+                return gaussian_mixture.correct_bags(
+                    selection.unpack_mask(before[rows], population),
+                    slots[rows],
+                    scores[rows],
+                    first[rows],
+                    scored.mask[rows],
+                    how,
+                )
+
+            # No slots: nobody was scored, and bags stay.
+            if slots.shape[1]:
+                memory = replace(memory, bag=_pack_by_rows(len(slots), population, correct))
+            chosen = draw_peers_uniformly(rnd, self.num_peers, _Bags(memory.bag, population).inside)
             # Only peers that answered: the second exchange asks the others again.
-            read = selection.mask_from_ids(torch.where(scored.mask, slots, -1), rnd.task.population)
-            missing = selection.keep_allowed(chosen, ~read)
+            read = torch.where(scored.mask, slots, -1)
+            missing = chosen.masked_fill(selection.find_listed(chosen, read), -1)
         rest = rnd.exchange.pull(to_average, missing)
         # Scored slots that are averaged too.
-        wanted = (
-            selection.mask_from_ids(chosen, rnd.task.population).gather(1, slots.clamp(min=0))
-            & scored.mask
-        )
+        wanted = selection.find_listed(slots, chosen) & scored.mask
         samples = torch.cat([scored.field_by_slot("samples"), rest.field_by_slot("samples")], dim=1)
         keep = torch.cat([wanted, rest.mask], dim=1)
         weights, own_weight = aggregation.fedavg_weights(samples, rnd.task.num_samples, keep)
@@ -198,10 +239,18 @@ class Panm(PeerMethod):
             early: whether it is a round of stage one.
         """
         # A uniform draw among n members chooses each with probability 1 / n.
-        found = []
-        for bag, part in zip((bags[0], ~bags[0], bags[1]), slots, strict=True):
-            size = (rnd.candidates & bag).sum(1, keepdim=True).double()
-            found.append((1 / size).expand(part.shape))
+        population, found = rnd.task.population, []
+        kinds = (
+            _Bags(bags[0], population).inside,
+            _Bags(bags[0], population).outside,
+            _Bags(bags[1], population).inside,
+        )
+        for members, part in zip(kinds, slots, strict=True):
+            sizes = [
+                (rnd.candidates_of(rows) & members(rows)).sum(1, keepdim=True).double()
+                for rows in torch.arange(len(part)).split(ROWS_AT_ONCE)
+            ]
+            found.append((1 / torch.cat(sizes)).expand(part.shape))
         # Neighbors of stage one are kept, not drawn.
         if early:
             found[0] = torch.ones_like(found[0])
@@ -214,10 +263,11 @@ class Panm(PeerMethod):
         # No slots: the first exchange takes place all the same, so that nodes stay in step.
         if not early and not due:
             return memory.neighbors[:, :0], memory.neighbors[:, :0]
-        candidates = draw_peers_uniformly(rnd, self.num_candidates, ~memory.bag, "candidates")
+        bags = _Bags(memory.bag, rnd.task.population)
+        candidates = draw_peers_uniformly(rnd, self.num_candidates, bags.outside, "candidates")
         if early:
             return memory.neighbors, candidates
-        return draw_peers_uniformly(rnd, self.num_candidates, memory.bag, "believed"), candidates
+        return draw_peers_uniformly(rnd, self.num_candidates, bags.inside, "believed"), candidates
 
     def count_reads(self, setting: CostSetting, round: int) -> tuple[float, float]:
         """Return how many models a client scores in a round, and how many it only averages with."""

@@ -30,6 +30,7 @@ _TABLES = 3  # copies of the tables: as they grow, as they are written, and as d
 # glibc's allocator maps tensors above its largest threshold (32 MiB) on their own; below it, up to
 # this many bytes may be lost between tensors
 _FRAGMENTED = 64 << 20
+_PACKED = 8  # members in a byte of a mask
 _TRIAL_BYTES = 64 << 20  # models up to this size are used to measure a method's memory
 
 
@@ -161,7 +162,8 @@ def extrapolate_bytes(
 ) -> int:
     """Return the size of tensors in a population, extrapolated from two small populations.
 
-    A dimension that grows with every further member keeps growing; one that grows by less has
+    A dimension that grows with every further member keeps growing, and so does one that grows by one
+    with eight members, as of masks with eight members in a byte; another one that grows by less has
     reached its limit.
 
     Args:
@@ -184,6 +186,8 @@ def extrapolate_bytes(
             slope, rest = divmod(b - a, step)
             if not rest:
                 b += slope * (population - sizes[1])
+            elif (b - a) * _PACKED == step:
+                b += -(-(population - sizes[1]) // _PACKED)
             # The first axis is that of the clients. In a small population all members fit a table.
             if widest is not None and axis and slope:
                 b = min(b, widest)
@@ -218,10 +222,16 @@ def estimate_method_memory(
     most = min(
         task.population, len(task), max(4, _TRIAL_BYTES // (task.layout.size * task.dtype.itemsize))
     )
-    # Eight above the largest limit: the smaller population is then above it too.
-    larger = min(max([16, *limits]) + 8, most)
-    # Two members apart, so that growth by every member shows.
-    sizes = max(1, larger - 2), larger
+    # The smaller population is then above the largest limit too.
+    larger = min(max([16, *limits]) + 2 * _PACKED, most)
+    # Two members apart, so that growth by every member shows; eight where there are as many, so that
+    # growth by every eighth shows.
+    step = 2
+    if larger >= 2 * _PACKED:
+        step = _PACKED
+        if larger < population:
+            larger -= larger % _PACKED
+    sizes = max(1, larger - step), larger
     # One client alone: nothing can be extrapolated.
     if sizes[0] == larger:
         return 0, 0

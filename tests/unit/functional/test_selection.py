@@ -268,3 +268,22 @@ def test_a_race_is_not_certain_where_too_few_are_allowed():
         mass, draws, 2, torch.tensor([[False, True, False]])
     )
     assert certain.tolist() == [False]
+
+
+@pytest.mark.parametrize("population", [1, 7, 8, 9, 100])
+def test_a_packed_mask_has_an_eighth_of_the_bytes_and_comes_back(population):
+    mask = torch.rand(3, population, generator=torch.Generator().manual_seed(1)) < 0.5
+    packed = selection.pack_mask(mask)
+    assert packed.shape == (3, -(-population // 8))
+    for row in range(3):
+        for member in range(population):
+            bit = int(packed[row, member // 8]) >> member % 8 & 1
+            assert bit == int(mask[row, member])
+    assert torch.equal(selection.unpack_mask(packed, population), mask)
+
+
+def test_peers_are_found_in_lists_and_empty_slots_in_none():
+    peers = torch.tensor([[5, 2, -1], [0, 0, 3]])
+    found = selection.find_listed(peers, torch.tensor([[2, -1], [3, 9]]))
+    assert found.tolist() == [[False, True, False], [False, False, True]]
+    assert not selection.find_listed(peers, peers[:, :0]).any()

@@ -10,11 +10,18 @@ import torch
 from coterie.errors import ConfigError
 from coterie.exchange.faulty import Faulty
 from coterie.exchange.in_memory import InMemory
-from coterie.functional import similarity
+from coterie.functional import gaussian_mixture, selection, similarity
 from coterie.methods.panm import PanmGrad, PanmLoss
 from coterie.testing import tiny_federation
 
 SHORT = {"num_peers": 2, "num_candidates": 3, "stage_one_rounds": 3, "interval": 2}
+
+
+def bag_of(memory):
+    """Who is in each client's bag, a column for each of the eight members in a byte."""
+    width = 8 * memory.bag.shape[1]
+    bits = [[byte >> bit & 1 for byte in row for bit in range(8)] for row in memory.bag.tolist()]
+    return torch.tensor(bits, dtype=torch.bool).reshape(-1, width)
 
 
 def listed(row):
@@ -72,14 +79,14 @@ def test_the_bag_starts_as_the_last_neighbors_and_is_corrected_at_intervals(play
     run = play(PanmLoss(**SHORT), tiny_federation(9, 3))
     sizes = []
     for _ in range(7):
-        bag = run.memory.bag
+        bag = bag_of(run.memory)
         run.steps(1)
         sizes.append(run.infos[-1]["peers"].shape[1])
         if len(sizes) in (5, 7):
-            assert torch.equal(run.memory.bag, bag), "nothing changes between corrections"
+            assert torch.equal(bag_of(run.memory), bag), "nothing changes between corrections"
     assert sizes == [5, 5, 5, 3 + 3 + 2, 2, 3 + 3 + 2, 2]
-    assert not run.memory.bag.diagonal().any()
-    assert bool(run.memory.bag.any(1).all())
+    assert not bag_of(run.memory).diagonal().any()
+    assert bool(bag_of(run.memory).any(1).all())
 
 
 def test_stage_two_averages_with_members_of_the_bag_and_reads_nobody_twice(play):
@@ -92,7 +99,7 @@ def test_stage_two_averages_with_members_of_the_bag_and_reads_nobody_twice(play)
             asked = [j for j in info["peers"][i].tolist() if j >= 0]
             assert len(asked) == len(set(asked))
             weighed = set(info["peers"][i][info["weights"][i] > 0].tolist())
-            bag = set(run.memory.bag[i].nonzero().flatten().tolist())
+            bag = set(bag_of(run.memory)[i].nonzero().flatten().tolist())
             assert weighed <= bag
             assert len(weighed) == min(2, len(bag))
         torch.testing.assert_close(
@@ -123,7 +130,7 @@ def test_candidates_are_none_of_the_bag(play):
         tiny_federation(9, 3),
     )
     for number in range(1, 5):
-        bag = run.memory.bag
+        bag = bag_of(run.memory)
         run.steps(1)
         believed = 2 if number <= 2 else 4
         candidates = run.infos[-1]["peers"][:, believed : believed + 4]
@@ -214,7 +221,7 @@ def test_neighbors_that_fall_silent_keep_their_place_when_nobody_takes_it(play):
     run.steps(5)
     assert torch.equal(run.memory.neighbors.sort(1).values, neighbors)
     assert run.infos[-1]["own_weight"].tolist() == [1.0] * 6
-    assert bool((run.memory.bag.sum(1) == 2).all())
+    assert bool((bag_of(run.memory).sum(1) == 2).all())
 
 
 def test_training_comes_first_by_default(play):
@@ -322,10 +329,10 @@ def test_the_bag_is_corrected_as_the_options_say(play, monkeypatch, options, sco
     run = play(method, tiny_federation(len(scores)))
     start = torch.zeros(len(scores), len(scores), dtype=torch.bool)
     start[0, bag] = True
-    memory = dataclasses.replace(run.memory, bag=start)
+    memory = dataclasses.replace(run.memory, bag=selection.pack_mask(start))
     run.loop.state, run.loop.next_round = dataclasses.replace(run.state, memory=memory), 1
     state, _ = run.exchange()
-    assert state.memory.bag[0].nonzero().flatten().tolist() == expected
+    assert bag_of(state.memory)[0].nonzero().flatten().tolist() == expected
 
 
 @pytest.mark.option("Settings.record_similarities", False, True)
@@ -341,10 +348,10 @@ def test_similarities_and_probabilities_are_reported_where_the_run_records_them(
     run = play(kind(**SHORT), tiny_federation(9, 3), record_similarities=True)
     silent = play(kind(**SHORT), tiny_federation(9, 3))
     for number in range(1, 8):
-        bag = run.memory.bag.sum(1)
+        bag = bag_of(run.memory).sum(1)
         run.steps(1)
         mine = scored[-1][0]
-        info, after = run.infos[-1], run.memory.bag.sum(1)
+        info, after = run.infos[-1], bag_of(run.memory).sum(1)
         values, drawn, asked = info["similarities"], info["probabilities"], info["peers"] >= 0
         width = mine.shape[1]
         torch.testing.assert_close(values[:, :width], mine)
@@ -362,3 +369,52 @@ def test_similarities_and_probabilities_are_reported_where_the_run_records_them(
         silent.steps(1)
         assert not {"similarities", "probabilities"} & set(silent.infos[-1])
         assert torch.equal(silent.state.params, run.state.params)
+
+
+class PairsAtOnce(PanmLoss):  # pyright: ignore[reportGeneralTypeIssues]
+    """The draws and corrections of PANM with masks of all pairs: the reference."""
+
+    def choose_peers_to_score(self, rnd, memory, early, due):
+        if not early and not due:
+            return memory.neighbors[:, :0], memory.neighbors[:, :0]
+        bag, population = bag_of(memory)[:, : rnd.task.population], rnd.task.population
+
+        def draw(purpose, allowed):
+            noise = rnd.rng.gumbel(purpose, rnd.ids, population)
+            return selection.sample_uniformly(noise, self.num_candidates, rnd.candidates & allowed)
+
+        candidates = draw("candidates", ~bag)
+        return (memory.neighbors, candidates) if early else (draw("believed", bag), candidates)
+
+
+@pytest.mark.parametrize("participation", [1.0, 0.6])
+def test_bags_of_bits_are_corrected_and_drawn_from_as_masks_of_all_pairs(
+    play, monkeypatch, participation
+):
+    """Corrections of a few clients at a time are those of all at once, with lost messages too."""
+    corrected, real = [], gaussian_mixture.correct_bags
+    monkeypatch.setattr("coterie.methods.panm._PAIRS_AT_ONCE", 1)
+    monkeypatch.setattr("coterie.methods.panm.ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(
+        gaussian_mixture, "correct_bags", lambda *given: corrected.append(given) or real(*given)
+    )
+    runs = []
+    for kind in (PanmLoss, PairsAtOnce):
+        door = Faulty(InMemory(torch.arange(21), 21), drop=0.2)
+        federation = tiny_federation(21, 3)
+        runs.append(play(kind(**SHORT), federation, exchange=door, participation=participation))
+    for _ in range(8):
+        corrected.clear()
+        for run in runs:
+            run.steps(1)
+        ours, reference = runs
+        assert torch.equal(ours.state.params, reference.state.params)
+        assert torch.equal(ours.infos[-1]["peers"], reference.infos[-1]["peers"])
+        assert torch.equal(ours.memory.bag, reference.memory.bag)
+        if corrected:
+            blocks = -(-len(ours.infos[-1]["peers"]) // 4)
+            assert len(corrected) == 2 * blocks, "of four clients at a time, in both runs"
+            given = zip(*[one[:5] for one in corrected[:blocks]], strict=True)
+            at_once = real(*map(torch.cat, given), corrected[0][5])
+            if participation == 1:
+                assert torch.equal(bag_of(ours.memory)[:, :21], at_once)

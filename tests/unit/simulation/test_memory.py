@@ -148,10 +148,10 @@ def remembered(kind: str, clients: int, **options) -> tuple[int, int]:
 
 @pytest.mark.parametrize("clients", [3, 30, 300])
 def test_what_a_method_remembers_is_told_from_small_populations(clients):
-    """DAC: 8 + 1 + 4 bytes for each pair, and 4 + 1 published with 4 for the samples; PANM: a bag and neighbors."""
+    """DAC: 8 + 1 + 4 bytes for each pair, and 4 + 1 published with 4 for the samples; PANM: a bag of bits and neighbors."""
     assert remembered("dac", clients) == (13 * clients**2, 5 * clients**2 + 4 * clients)
     assert remembered("panm-loss", clients, num_peers=25) == (
-        clients * (clients + 8 * min(25, clients - 1)),
+        clients * (-(-clients // 8) + 8 * min(25, clients - 1)),
         4 * clients,
     )
     assert remembered("random", clients) == (0, 4 * clients)
@@ -213,6 +213,9 @@ def _estimate_for(method, clients):
         (METHODS["pens"](stage_one_rounds=0), 0),
         (METHODS["fix-topology"](), 8 * 5),
         (METHODS["dac"](table=64), (4 + 8 + 1 + 4) * 65),
+        # A bit for each member; PANM has five neighbors of eight bytes too.
+        (METHODS["oracle"](), 12_500),
+        (METHODS["panm-loss"](), 12_500 + 8 * 5),
     ],
 )
 def test_100_000_clients_are_told_what_does_not_grow_with_pairs(method, bytes_a_client):
@@ -435,6 +438,13 @@ def test_dimensions_that_reached_their_limit_stay_and_others_grow():
     assert _memory.extrapolate_bytes([((4, 4), 8)], [((6, 6), 8)], (4, 6), 100, 9) == 100 * 9 * 8
     # One that grows by two with each member.
     assert _memory.extrapolate_bytes([((8,), 1)], [((12,), 1)], (4, 6), 100) == 200
+
+
+@pytest.mark.parametrize(("clients", "bytes_a_client"), [(16, 2), (17, 3), (24, 3), (100, 13)])
+def test_masks_with_eight_members_in_a_byte_grow_by_one_in_eight(clients, bytes_a_client):
+    small, larger = [((8, 1), 1)], [((16, 2), 1)]
+    found = _memory.extrapolate_bytes(small, larger, (8, 16), clients)
+    assert found == clients * bytes_a_client
 
 
 def test_of_one_client_nothing_can_be_told():
