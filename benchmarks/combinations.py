@@ -200,6 +200,7 @@ TABLES: dict[tuple[str, str], Draw] = {
     ("Settings", "metrics"): _draw_metrics,
     ("Settings", "acceptance"): lambda stream: draw_some(Acceptance, stream, 2.0) or True,
     ("Settings", "secure_aggregation"): _pick(True, {"threshold": 0.51}, {"min_clients": 4}),
+    ("Settings", "peer_sampling"): _pick(True, {"view": 2, "shuffle": 2}, {"view": 4}),
     ("Settings", "attacks"): _draw_attacks,
     ("Settings", "time"): _draw_time,
     ("Settings", "pace"): lambda stream: None,  # of nodes on machines

@@ -29,6 +29,7 @@ from coterie.exchange.accepting import Acceptance, AcceptingExchange
 from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing, SecureAggregation
 from coterie.functional import aggregation, metrics, robust, selection
 from coterie.functional.metrics import Metric
+from coterie.functional.peer_sampling import PeerSampling
 from coterie.functional.robust import Aggregation
 from coterie.methods.cost import Cost, CostSetting, Phase
 from coterie.models.layout import Layout, ModelFactory
@@ -100,6 +101,7 @@ Order = Literal["exchange_first", "train_first"]
 
 ROWS_AT_ONCE = 32
 """Clients per pass where each needs a number for every member: few rows fit the cache."""
+_ROWS_OF_VIEWS = 512
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,8 @@ class Round:
             where it sees each.
         note_refused: called where the server role is with the clients whose message it left out,
             and why.
+        sampling: how views are drawn, where clients choose among few members; None where they
+            choose among all.
     """
 
     index: int
@@ -207,6 +211,7 @@ class Round:
     acceptance: Acceptance | None = None
     sum_only: SecureAggregation | None = None
     note_refused: Callable[[Mapping[int, str]], None] = lambda refused: None
+    sampling: PeerSampling | None = None
 
     def train(
         self,
@@ -266,26 +271,55 @@ class Round:
 
     @property
     def candidates(self) -> Bool[Tensor, "clients population"]:
-        """Which members each client may pull from: all that are reachable but itself."""
+        """Which members each client may pull from.
+
+        All that are reachable but itself; those in its view, where clients have views.
+        """
         return self.candidates_of(torch.arange(len(self.ids)))
 
-    def candidates_of(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, "rows population"]:
-        """Return those of some clients: of a large population, all at once take much memory."""
+    def candidates_of(
+        self, rows: Int[Tensor, " rows"], known: Bool[Tensor, "rows population"] | None = None
+    ) -> Bool[Tensor, "rows population"]:
+        """Return those of some clients: of a large population, all at once take much memory.
+
+        Args:
+            rows: of the clients.
+            known: members that each has found itself, which it may read outside of its view.
+        """
         # Without a clients axis everybody reaches the same members: only a view is expanded, then
         # copied.
         reachable = self.reachable
         if reachable.ndim > 1:
             reachable = reachable[rows]
         allowed = pages.copy(reachable.expand(len(rows), -1))
+        if self.sampling is not None:
+            open_to = selection.mask_from_ids(self.views_of(rows), reachable.shape[-1])
+            if known is not None:
+                open_to |= known
+            allowed &= open_to
         # A client never reads itself.
         return allowed.scatter_(1, self.ids[rows, None], False)
 
     def keep_candidates(self, peers: Int[Tensor, "clients peers"]) -> Int[Tensor, "clients peers"]:
-        """Set the slots of members that a client cannot read in this round to -1."""
+        """Set the slots of members that a client cannot read in this round to -1.
+
+        Outside of its view it can read the members that it has found itself.
+        """
         # The clamp makes -1 a legal index; its value is not used.
         at, reachable = peers.clamp(min=0), self.reachable
         fits = reachable[at] if reachable.ndim == 1 else reachable.gather(1, at)
         return torch.where((peers >= 0) & (peers != self.ids[:, None]) & fits, peers, -1)
+
+    def views_of(self, rows: Int[Tensor, " rows"]) -> Int[Tensor, "rows view"]:
+        """Return the members in the views of some clients, -1 in empty slots.
+
+        Called only where `sampling` is given. Who turns out to be missing in a round is replaced.
+        """
+        assert self.sampling is not None
+        reachable = self.reachable
+        if reachable.ndim > 1:
+            reachable = reachable[rows]
+        return self.sampling.draw_views(self.rng, self.ids[rows], reachable)
 
 
 @dataclass(frozen=True)
@@ -349,6 +383,14 @@ class Method(Configurable, ABC):
         None where tables grow with the population. The forecast of a run's memory needs it.
         """
         return None
+
+    @property
+    def reads_everybody(self) -> str:
+        """Explain why its clients cannot choose peers in views; "" where they can.
+
+        Then `Settings.peer_sampling` is refused.
+        """
+        return "its clients draw no peers"
 
     @abstractmethod
     def init_state(self, task: Task, rng: Rng) -> State:
@@ -469,6 +511,11 @@ class PeerMethod(Method):
     and `remember_update` if clients remember something; `local_update` if the local training is not
     the run's own.
     """
+
+    @property
+    def reads_everybody(self) -> str:
+        """See `Method.reads_everybody`."""
+        return ""
 
     def init_memory(self, task: Task, rng: Rng) -> Any:
         """Return the memory of the hosted clients before the first round."""
@@ -605,6 +652,7 @@ def draw_peers_uniformly(
     purpose: str = "peers",
     *,
     large: int | None = None,
+    found: bool = False,
 ) -> Int[Tensor, "clients peers"]:
     """Draw peers uniformly among a client's candidates, a few clients at a time.
 
@@ -618,7 +666,11 @@ def draw_peers_uniformly(
             some rows; all when None.
         purpose: names the stream.
         large: the population above which that is so; `LARGE_POPULATION` when None.
+        found: whether each client has found its allowed members itself, so that it may read them
+            outside of its view.
     """
+    if rnd.sampling is not None and not found:
+        return _draw_peers_from_views(rnd, count, allowed, purpose)
     narrow: RowsOfMembers | None = allowed.__getitem__ if isinstance(allowed, Tensor) else allowed
 
     def find_choice(rows: Tensor) -> Tensor:
@@ -675,6 +727,32 @@ def draw_members_uniformly(
 def _no_peers(count: int, population: int) -> Int[Tensor, "0 peers"]:
     """Return the peers of no clients, with as many slots as those of one have."""
     return torch.zeros(0, max(0, min(count, population - 1)), dtype=torch.int64)
+
+
+def _draw_peers_from_views(
+    rnd: Round,
+    count: int,
+    allowed: Bool[Tensor, "clients population"] | RowsOfMembers | None,
+    purpose: str,
+) -> Int[Tensor, "clients peers"]:
+    """Draw members of each client's view, by one draw for each slot of it.
+
+    So the others stay as they were drawn when one who is missing is replaced.
+    """
+    parts = [_no_peers(count, rnd.task.population)]
+    for rows in torch.arange(len(rnd.ids)).split(_ROWS_OF_VIEWS):
+        views = rnd.views_of(rows)
+        choice = views >= 0
+        if allowed is not None:
+            narrow = allowed[rows] if isinstance(allowed, Tensor) else allowed(rows)
+            choice &= narrow.gather(1, views.clamp(min=0))
+        draws = rnd.rng.uniform(purpose, rnd.ids[rows], views.shape[1])
+        slots = selection.sample_uniformly(draws.neg_(), parts[0].shape[1], choice)
+        peers = torch.where(slots < 0, -1, views.gather(1, slots.clamp(min=0)))
+        # A view can have fewer slots than there are peers to read.
+        missing = (0, parts[0].shape[1] - peers.shape[1])
+        parts.append(torch.nn.functional.pad(peers, missing, value=-1))
+    return torch.cat(parts)
 
 
 def _draw_in_turn(
@@ -906,10 +984,11 @@ def choose_peers_by_rule(
         if similarity is not None:
             alike = similarity[row]
         last = met.last[row].to(torch.int64)
+        found = ((last >= 0) | (source > 0))[None]
         known = selection.PeerKnowledge(
             client=client,
             round=rnd.index,
-            candidates=rnd.candidates_of(torch.tensor([row]))[0],
+            candidates=rnd.candidates_of(torch.tensor([row]), found)[0],
             # Copies: a rule that writes into its arguments must not change the method's memory.
             similarity=alike.clone(),
             measured=source == 2,

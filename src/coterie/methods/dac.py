@@ -499,6 +499,13 @@ class Dac(PeerMethod):
         return ""
 
     @property
+    def reads_everybody(self) -> str:
+        """See `Method.reads_everybody`."""
+        if self.loss_direction == "push":
+            return "a push asks all members and answers them"
+        return ""
+
+    @property
     def compares_profiles(self) -> bool:
         """Whether clients are compared by what they publish without their models."""
         return self.sketch is not None or self.similarity == "public_agreement"
@@ -629,10 +636,12 @@ class Dac(PeerMethod):
             )
             # A rule has no probabilities; the report says NaN.
             return peers, torch.ones_like(peers, dtype=torch.float64)
-        drawn, candidates, population = [], rnd.candidates, rnd.task.population
+        drawn, population = [], rnd.task.population
         for first in range(0, max(1, len(rnd.ids)), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
-            ids, allowed = rnd.ids[rows], candidates[rows]
+            ids = rnd.ids[rows]
+            at, known = torch.arange(len(rnd.ids))[rows], memory.status[rows] > UNKNOWN
+            allowed = rnd.candidates_of(at, known)
             # The memory is that of the end of the last round, hence also its temperature.
             probability = self.peer_probabilities(
                 ids, memory.select_rows(rows), max(rnd.index - 1, 0)
@@ -658,10 +667,16 @@ class Dac(PeerMethod):
         drawn = []
         for first in range(0, max(1, len(rnd.ids)), ROWS_OF_TABLES):
             rows = slice(first, first + ROWS_OF_TABLES)
-            columns = memory.select_rows(rows).list_columns(rnd.ids[rows], rnd.task.population)
+            views = None
+            if rnd.sampling is not None:
+                views = rnd.views_of(torch.arange(len(rnd.ids))[rows])
+            tables = memory.select_rows(rows)
+            columns = tables.list_columns(rnd.ids[rows], rnd.task.population, views)
             # As without a table: the memory is that of the end of the last round.
             probability = self.peer_probabilities(rnd.ids[rows], columns, max(rnd.index - 1, 0))
-            drawn.append(memory.draw_peers(rnd, rows, probability, self.num_peers, self.explore))
+            drawn.append(
+                tables.draw_peers(rnd, rows, probability, self.num_peers, self.explore, views)
+            )
         peers, prior = map(torch.cat, zip(*drawn, strict=True))
         return peers, prior
 

@@ -54,6 +54,11 @@ class FixTopology(PeerMethod):
     num_peers: PositiveInt = 5
     aggregation: Aggregation | None = None
 
+    @property
+    def reads_everybody(self) -> str:
+        """See `Method.reads_everybody`."""
+        return "its graph is drawn once among all members"
+
     def init_memory(self, task: Task, rng: Rng) -> FixTopologyMemory:
         """Draw the graph."""
         # One draw for each pair: relabeled clients get the relabeled graph.

@@ -66,6 +66,11 @@ class Oracle(PeerMethod):
     num_peers: PositiveInt = 5
     aggregation: Aggregation | None = None
 
+    @property
+    def reads_everybody(self) -> str:
+        """See `Method.reads_everybody`."""
+        return "it asks all members for their cluster"
+
     def init_memory(self, task: Task, rng: Rng) -> OracleMemory:
         """Return empty clusters."""
         width = (task.population + 7) // 8

@@ -197,7 +197,8 @@ class Panm(PeerMethod):
             # No slots: nobody was scored, and bags stay.
             if slots.shape[1]:
                 memory = replace(memory, bag=_pack_by_rows(len(slots), population, correct))
-            chosen = draw_peers_uniformly(rnd, self.num_peers, _Bags(memory.bag, population).inside)
+            bags = _Bags(memory.bag, population)
+            chosen = draw_peers_uniformly(rnd, self.num_peers, bags.inside, found=True)
             # Only peers that answered: the second exchange asks the others again.
             read = torch.where(scored.mask, slots, -1)
             missing = chosen.masked_fill(selection.find_listed(chosen, read), -1)
@@ -240,16 +241,16 @@ class Panm(PeerMethod):
         """
         # A uniform draw among n members chooses each with probability 1 / n.
         population, found = rnd.task.population, []
-        kinds = (
-            _Bags(bags[0], population).inside,
-            _Bags(bags[0], population).outside,
-            _Bags(bags[1], population).inside,
-        )
+        before, after = (_Bags(bag, population) for bag in bags)
+        kinds = (before.inside, before.outside, after.inside)
         for members, part in zip(kinds, slots, strict=True):
-            sizes = [
-                (rnd.candidates_of(rows) & members(rows)).sum(1, keepdim=True).double()
-                for rows in torch.arange(len(part)).split(ROWS_AT_ONCE)
-            ]
+            sizes = []
+            for rows in torch.arange(len(part)).split(ROWS_AT_ONCE):
+                chosen_among = members(rows)
+                # Members of a bag are found, and read outside of a view.
+                found_already = None if members == before.outside else chosen_among
+                possible = rnd.candidates_of(rows, found_already) & chosen_among
+                sizes.append(possible.sum(1, keepdim=True).double())
             found.append((1 / torch.cat(sizes)).expand(part.shape))
         # Neighbors of stage one are kept, not drawn.
         if early:
@@ -267,7 +268,10 @@ class Panm(PeerMethod):
         candidates = draw_peers_uniformly(rnd, self.num_candidates, bags.outside, "candidates")
         if early:
             return memory.neighbors, candidates
-        return draw_peers_uniformly(rnd, self.num_candidates, bags.inside, "believed"), candidates
+        believed = draw_peers_uniformly(
+            rnd, self.num_candidates, bags.inside, "believed", found=True
+        )
+        return believed, candidates
 
     def count_reads(self, setting: CostSetting, round: int) -> tuple[float, float]:
         """Return how many models a client scores in a round, and how many it only averages with."""

@@ -184,8 +184,19 @@ class PeerTable:
             own.join(shared).write_into(mine)
         return self
 
-    def list_columns(self, own: Int[Tensor, " clients"], population: int) -> "TableColumns":
-        """Return the columns among which each client draws."""
+    def list_columns(
+        self,
+        own: Int[Tensor, " clients"],
+        population: int,
+        views: Int[Tensor, "clients view"] | None = None,
+    ) -> "TableColumns":
+        """Return the columns among which each client draws.
+
+        Args:
+            own: ids of the clients.
+            population: number of clients in all.
+            views: the members among which each client finds new ones; None for all.
+        """
         at = self.ids == own[:, None]
         status = self.status.masked_fill(at, UNKNOWN)
         column = at.to(torch.int8).argmax(1)
@@ -194,9 +205,15 @@ class PeerTable:
         listed = self.ids >= 0
         # One more column for all members that are not in the table.
         others = (population - listed.sum(1))[:, None]
+        if views is not None:
+            others = self._list_unlisted(views).sum(1, keepdim=True)
         members = torch.cat([listed.to(others), others], dim=1)
         similarity = torch.nn.functional.pad(self.similarity, (0, 1))
         return TableColumns(similarity, torch.nn.functional.pad(status, (0, 1)), column, members)
+
+    def _list_unlisted(self, views: Int[Tensor, "clients view"]) -> Bool[Tensor, "clients view"]:
+        """Return which slots of views have a member that is not in the client's table."""
+        return (views >= 0) & ~(views[:, :, None] == self.ids[:, None, :]).any(2)
 
     def draw_peers(
         self,
@@ -205,6 +222,7 @@ class PeerTable:
         probability: Float[Tensor, "clients columns"],
         count: int,
         explore: int = 0,
+        views: Int[Tensor, "clients view"] | None = None,
     ) -> tuple[Int[Tensor, "clients peers"], Float[Tensor, "clients peers"]]:
         """Draw peers of some clients without replacement; return them and their probabilities.
 
@@ -214,18 +232,23 @@ class PeerTable:
 
         Args:
             rnd: the round.
-            rows: the clients.
+            rows: of the clients in the round; this table has theirs alone.
             probability: of each column of `list_columns`.
             count: how many each draws.
             explore: how many of these are members outside of the table, where so many are left.
+            views: as in `list_columns`.
         """
-        own, ids, reachable = rnd.ids[rows], self.ids[rows].long(), rnd.reachable
+        own, ids, reachable = rnd.ids[rows], self.ids.long(), rnd.reachable
         population, width = rnd.task.population, ids.shape[1]
         if reachable.ndim > 1:
             reachable = reachable[rows]
         number = reachable.sum(-1)
         reachable = reachable.expand(len(own), -1)
         listed = reachable.gather(1, ids.clamp(min=0)) & (ids >= 0)
+        if views is not None:
+            # What is known can be read in any case; a table of all members lists unknown ones too.
+            listed &= (self.status > UNKNOWN) | (ids[:, :, None] == views[:, None, :]).any(2)
+            number = listed.sum(1) + self._list_unlisted(views).sum(1)
         allowed, mass = listed & (ids != own[:, None]), probability
         if width == population:
             draws = rnd.rng.pairs("peers", own, population)
@@ -257,7 +280,7 @@ class PeerTable:
         prior = mass.gather(1, columns.clamp(min=0))
         inside = columns.clamp(min=0, max=width - 1)
         peers = torch.where(columns < 0, -1, ids.gather(1, inside))
-        _draw_unlisted(rnd, own, ids, reachable, peers, outside)
+        _draw_unlisted(rnd, own, ids, reachable if views is None else views, peers, outside)
         return peers, prior
 
 
@@ -366,20 +389,31 @@ def _draw_unlisted(
     rnd: Round,
     own: Int[Tensor, " clients"],
     ids: Int[Tensor, "clients slots"],
-    reachable: Bool[Tensor, "clients population"],
+    choice: Bool[Tensor, "clients population"] | Int[Tensor, "clients view"],
     peers: Int[Tensor, "clients peers"],
     outside: Bool[Tensor, "clients peers"],
 ) -> None:
-    """Fill slots with distinct members that can be reached and are not in the client's table."""
-    common = None
-    if rnd.reachable.ndim == 1:
+    """Fill slots with distinct members that are not in the client's table.
+
+    Args:
+        rnd: the round.
+        own: ids of the clients.
+        ids: of their tables.
+        choice: which members each can read, or their views.
+        peers: written in place.
+        outside: the slots to fill.
+    """
+    common, has_views = None, rnd.sampling is not None
+    if rnd.reachable.ndim == 1 and not has_views:
         common = np.flatnonzero(rnd.reachable.numpy())
     rows = outside.any(1).nonzero().flatten()
     streams = rnd.rng.iterate_generators("peers unlisted", own[rows].tolist())
     for row, stream in zip(rows.tolist(), streams, strict=True):
         members, taken, found = common, set(ids[row].tolist()), []
-        if members is None:
-            members = np.flatnonzero(reachable[row].numpy())
+        if has_views:
+            members = choice[row][choice[row] >= 0].numpy()
+        elif members is None:
+            members = np.flatnonzero(choice[row].numpy())
         wanted = int(outside[row].sum())
         # Rejection is slow where most members are in the table: then their list is permuted.
         if 2 * (wanted + len(taken)) > len(members):

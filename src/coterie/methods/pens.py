@@ -170,6 +170,7 @@ class Pens(PeerMethod):
                 self.num_peers,
                 lambda rows: selection.mask_from_ids(friends[rows], population),
                 large=LARGEST_WITH_PAIRS,
+                found=True,
             )
             inbox = rnd.exchange.pull(message, peers)
             keep = inbox.mask

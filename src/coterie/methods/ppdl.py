@@ -96,6 +96,11 @@ class Ppdl(PeerMethod):
             "data of a client without any"
         )
 
+    @property
+    def reads_everybody(self) -> str:
+        """See `Method.reads_everybody`."""
+        return "its bandit chooses among groups of all members"
+
     def size_among(self, population: int) -> int:
         """Return how many members a group has: all others, where they are fewer."""
         return max(1, min(self.group_size, population - 1))

@@ -148,7 +148,10 @@ class PublishedDac(Dac):
         if self.asks_history:
             assert isinstance(memory, PeerSimilarities)  # `check` refuses a table
             # `memory` already counts this round's reads: these peers are asked too.
-            earlier = selection.ids_from_mask((memory.count > 0) & rnd.candidates)
+            read = memory.count > 0
+            earlier = selection.ids_from_mask(
+                read & rnd.candidates_of(torch.arange(len(read)), read)
+            )
             # A client shares what it knew before the round, as every other message does.
             message = Message(state.params[:, :0], self.scores_to_share(state))
             relays = rnd.exchange.pull(message, earlier)

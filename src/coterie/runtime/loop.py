@@ -311,6 +311,7 @@ class Loop:
             acceptance=self.settings.acceptance_rules if self.method.server else None,
             sum_only=self.settings.secure_terms,
             note_refused=self._note_refused,
+            sampling=self.settings.views_among(self.task.population),
         )
         for extension in self.extensions:
             rnd = extension.prepare_round(rnd, rows)

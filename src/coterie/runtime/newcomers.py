@@ -182,6 +182,7 @@ class JoinContext:
             local=self.settings.local,
             order=self.order,
             sum_only=self.settings.secure_terms,
+            sampling=self.settings.views_among(self.task.population),
         )
 
     def begin_round(self, index: int, ids: Int[Tensor, " clients"]) -> None:

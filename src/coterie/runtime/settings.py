@@ -31,6 +31,7 @@ from coterie.functional.metrics import (
     normalize_metric_setting,
     split_requested,
 )
+from coterie.functional.peer_sampling import PeerSampling
 from coterie.methods.base import Method, Order, PeerMethod
 from coterie.runtime.virtual_time import VirtualTime
 
@@ -41,6 +42,7 @@ _NEEDS_STEP = {
     "participation": "every client goes on by itself, and nobody draws a cohort",
     "new_clients": "they join after the last round, where virtual time ends",
     "validate_every": "each client validates after each of its own rounds",
+    "peer_sampling": "views change with the rounds of all clients",
     "local.lr_schedule": "it runs over all rounds, and clients do not know how many they will do",
     "local.dp": "epsilon is counted by rounds of all clients",
 }
@@ -53,6 +55,7 @@ _NEEDS_EVERYBODY = {
 _NEEDS_COMMON_ROUNDS = {
     "participation": "every node goes on by itself, and nobody draws a cohort",
     "new_clients": "they join when all have ended, and nodes end at different times",
+    "peer_sampling": "views change with the rounds of all nodes",
     "secure_aggregation": "a sum is of the clients of one round",
 }
 
@@ -153,6 +156,10 @@ class Settings(Configurable):
             a round's models and no single one: true, or a table of settings of
             `exchange.base.SecureAggregation`. Models are added in fixed point, within 1e-6 of the
             plain mean. Methods whose servers look at single models, and `acceptance`, are refused.
+        peer_sampling: let clients of peer-to-peer methods choose new peers among few members: true,
+            or a table of settings of `functional.peer_sampling.PeerSampling`. A client can then draw
+            the members of its view, which changes from round to round, and the members that its
+            method has measured or learned of. Methods that ask all members are refused.
         attacks: what some clients do to the others, in simulation only: tables, each with the
             `kind`, the `clients` and the further settings of an `exchange.attacking.Attack`.
             Results are then those of the honest clients.
@@ -197,6 +204,7 @@ class Settings(Configurable):
     record_similarities: bool = False
     acceptance: bool | Mapping[str, Any] | None = None
     secure_aggregation: bool | Mapping[str, Any] | None = None
+    peer_sampling: bool | Mapping[str, Any] | None = None
     attacks: Sequence[Mapping[str, Any]] | None = None
     check: bool = True  # type: ignore[assignment]  # the field, in place of the method
     checkpoint_seconds: NonNegativeFloat = 30.0
@@ -238,6 +246,8 @@ class Settings(Configurable):
         if judges is not None:
             object.__setattr__(self, "acceptance", to_plain(judges))
         self._check_secure_aggregation()
+        views = self.views
+        object.__setattr__(self, "peer_sampling", None if views is None else to_plain(views))
         # None without attacks, so that identities of runs without them stay the same.
         object.__setattr__(self, "attacks", tuple(map(to_plain, self.attack_list)) or None)
         for name in ("acceptance", "attacks"):
@@ -289,6 +299,7 @@ class Settings(Configurable):
         refused = {
             "participation": self.participation != 1,
             "validate_every": self.validate_every != 1,
+            "peer_sampling": self.peer_sampling is not None,
             "local.lr_schedule": self.local.needs_rounds,
             "local.dp": self.local.dp_settings is not None,
         }
@@ -326,6 +337,7 @@ class Settings(Configurable):
         refused = {
             "participation": self.participation != 1,
             "new_clients": self.new_clients is not None,
+            "peer_sampling": self.peer_sampling is not None,
             "secure_aggregation": self.secure_terms is not None,
         }
         for name, found in refused.items():
@@ -358,6 +370,8 @@ class Settings(Configurable):
         del found["check"]  # results do not depend on it
         if self.pace == "common":  # younger than identities that are stored
             del found["pace"], found["max_staleness"]
+        if self.peer_sampling is None:
+            del found["peer_sampling"]
         return found
 
     @property
@@ -375,6 +389,21 @@ class Settings(Configurable):
         if self.acceptance is True:
             return Acceptance()
         return parse_settings(Acceptance, self.acceptance, "acceptance")
+
+    @property
+    def views(self) -> PeerSampling | None:
+        """How the views of clients are drawn; None where they choose among all members."""
+        if self.peer_sampling is None or self.peer_sampling is False:
+            return None
+        if self.peer_sampling is True:
+            return PeerSampling()
+        return parse_settings(PeerSampling, self.peer_sampling, "peer_sampling")
+
+    def views_among(self, population: int) -> PeerSampling | None:
+        """Return how views are drawn, where they do not hold all others."""
+        if (views := self.views) is None or views.view >= population - 1:
+            return None
+        return views
 
     @property
     def secure_terms(self) -> SecureAggregation | None:

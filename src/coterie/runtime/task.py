@@ -46,6 +46,8 @@ def make_task(
     """
     if settings.secure_terms is not None and (reason := explain_single_models(method)):
         raise ConfigError(f"secure_aggregation is set; {method.kind} cannot have it: {reason}")
+    if settings.peer_sampling is not None and (reason := method.reads_everybody):
+        raise ConfigError(f"peer_sampling is set; {method.kind} cannot have it: {reason}")
     if method.sums_groups:
         for name in ("acceptance", "attacks"):
             if getattr(settings, name):
