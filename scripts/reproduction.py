@@ -1,6 +1,6 @@
-"""Write docs/reference/reproduction.md: stored studies and the numbers of their papers.
+"""Write docs/reference/reproduction.md and a page for each paper: stored studies and the numbers of their papers.
 
-    python scripts/reproduction.py            (`--check` only says whether the page is up to date)
+    python scripts/reproduction.py            (`--check` only says whether the pages are up to date)
 
 A stored study is docs/reference/runs/<study>/ as scripts/stored.py keeps it; notes.md in it,
 written by hand, says what explains the differences, its numbers filled in from what is stored (see
@@ -11,6 +11,7 @@ with the study. No number of the tables is typed.
 import json
 import re
 import sys
+import textwrap
 import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,10 +32,27 @@ from coterie.results import coverage
 # The mean of fewer numbers says nothing of a table, and they stand together in its part anyway.
 MIN_COMPARED = 3
 
-HEAD = f"""# Reproduction of the papers
+PAGES = REFERENCE / "reproduction"
+OTHERS = "others"
+"""The page of studies that repeat no paper of the five."""
+TITLES = {
+    "similarity": "On the effects of similarity metrics",
+    "dac": "Decentralized adaptive clustering (DAC)",
+    "panm": "Personalized adaptive neighbor matching (PANM)",
+    "fedgwc": "FedGWC",
+    "sosicfl": "SosicFL",
+    OTHERS: "Studies of other papers and of our own",
+}
+GENERATED = "<!-- made by scripts/reproduction.py; do not edit -->\n"
 
-Written by `make docs` from the stored summaries of `docs/reference/runs`; do not edit. `coterie compare RUN --paper`
-prints the same numbers for your own run.
+HEAD = f"""{GENERATED}# Reproduction of the papers
+
+How much of five papers comes back, counted from the stored summaries of `docs/reference/runs`. Each paper has a page
+with its studies: {", ".join(f"[{title}](reproduction/{name}.md)" for name, title in TITLES.items())}.
+Verdicts on claims, and why numbers differ: [what five papers taught us](../explanation/what-five-papers-taught-us.md);
+which settings are tried next: [settings behind the papers' numbers](lineage.md).
+`coterie compare RUN --paper` prints the same numbers for your own run; how old each stored run is stands on [a page of its
+own](stored-results.md).
 
 A number is *within* when its distance from the paper's is at most twice the standard deviation of their difference, or
 one point of accuracy. A wide deviation of ours lets any number pass, so each verdict says by what, with a letter behind
@@ -67,7 +85,7 @@ def coverage_table(
         said = one.verdicts
         cells.append(
             (
-                one.source, one.published, one.full, one.reduced, one.predicted, one.none, said.paper,
+                f"[{one.source}](reproduction/{one.source}.md)", one.published, one.full, one.reduced, one.predicted, one.none, said.paper,
                 said.point, said.ours, said.outside, said.undecided, said.few_seeds,
             )
         )  # fmt: skip
@@ -146,47 +164,48 @@ def bias_table(results: Sequence[compare.StudyResult], deviations: counting.Seed
     return f"## To one side\n\n{about}\n\n{table(head, cells)}\n"
 
 
-def cost_tables() -> list[str]:
-    """Return printed costs, and the costs that the cost ledger predicts, of studies of full size."""
+def show_costs(source: str) -> list[str]:
+    """Return a paper's printed costs, and those that the cost ledger predicts for studies of full size."""
     parts = []
-    for source in numbers.SOURCES:
-        for name, lines in compare.predict_paper_costs(source).items():
-            predicted = _tables.build_cost_table(name, lines)
-            notes = " ".join(numbers.find_notes(numbers.EXPERIMENTS[name]))
-            parts.append(
-                f"## {predicted.title}\n\n{markdown(predicted)}\n\nOn the printed numbers: {notes}\n"
-            )
+    for name, lines in compare.predict_paper_costs(source).items():
+        predicted = _tables.build_cost_table(name, lines)
+        notes = " ".join(numbers.find_notes(numbers.EXPERIMENTS[name]))
+        text = f"{markdown(predicted)}\n\nOn the printed numbers: {notes}"
+        parts.append(f"## {predicted.title}\n\n{predicted.foot}\n\n{fold('All costs', text)}")
     return parts
 
 
-def figure_table() -> str:
-    """Return the published figures of which a text says what they show, and how ours is drawn."""
-    about = (
-        "Figures of which the paper has words. `coterie plot` draws ours from runs of the study, `coterie plot RUN` "
-        "without a figure lists those of all papers. A drawing of stored runs stands in the part on its study."
-    )
+def show_figures(source: str) -> list[str]:
+    """Return the published figures of a paper of which a text says what they show, and how ours is drawn."""
     rows = [
-        (
-            f"`{name}`",
-            f"`{one.study}`",
-            one.shows,
-            f"`coterie plot runs/{one.study} --figure {name}`",
-        )
+        (f"`{name}`", one.shows, f"`coterie plot runs/{one.study} --figure {name}`")
         for name, one in PUBLISHED.items()
-        if one.shows
+        if one.shows and one.study.partition("/")[0] == source
     ]
-    return f"## Figures\n\n{about}\n\n{table(('figure', 'study', 'in the paper', 'here'), rows)}\n"
+    if not rows:
+        return []
+    about = (
+        "Figures of which the paper has words. `coterie plot` draws ours from runs of the study; a drawing of stored runs "
+        "stands in the part on its study."
+    )
+    return [f"## Figures\n\n{about}\n\n{table(('figure', 'in the paper', 'here'), rows)}"]
+
+
+def fold(title: str, text: str) -> str:
+    """Return a part of a page that is closed until it is asked for."""
+    # The attribute has mkdocs read what is inside as Markdown; GitHub does so without it.
+    return f'<details markdown="1">\n<summary>{title}</summary>\n\n{text}\n\n</details>'
 
 
 def drawings(folder: Path) -> list[str]:
-    """Return the drawings of published figures that are stored with a study."""
+    """Return the drawings of published figures that are stored with a study, each with what the paper shows."""
     parts = []
     for path in sorted(folder.glob("*.svg")):
         shows = PUBLISHED[path.stem].shows if path.stem in PUBLISHED else ""
-        place = path.relative_to(REFERENCE).as_posix()
+        place = f"../{path.relative_to(REFERENCE).as_posix()}"
         said = f" In the paper: {shows}" if shows else ""
         parts.append(
-            f"### Figure {path.stem}\n\n![{path.stem}]({place})\n\n[Its numbers]({place[:-4]}.csv).{said}"
+            f"![{path.stem}]({place})\nFigure {path.stem}, [its numbers]({place[:-4]}.csv).{said}"
         )
     return parts
 
@@ -201,18 +220,15 @@ def section(folder: Path, deviations: counting.SeedDeviations | None = None) -> 
     result = compare.load_result(folder)
     comparison = None if result.experiment is None else compare.compare_with_paper(result)
     origin = json.loads((folder / "origin.json").read_text())
-    machine = origin["machine"]
-    cores = f"{machine['cores']} {machine['machine']} cores"
+    cores = f"{origin['machine']['cores']} {origin['machine']['machine']} cores"
     if "elapsed_s" in origin:
         took = f"{origin['elapsed_s']:,.0f} s elapsed on {cores}, one thread a run"
     else:
         took = f"{origin['wall_s']:,.0f} s over all runs, on {cores} shared with other work"
     runs = f"{origin['runs']} run{'s' if origin['runs'] != 1 else ''}"
     cost = (
-        f"{runs}, {origin['train_samples']:,} training samples, {took}; Python "
-        f"{machine['python']}, torch {machine['torch']}, numpy {machine['numpy']}, engine "
-        f"{' and '.join(origin['engines'])}. Seconds a run, by method: {_seconds(result)}. "
-        f"{told(folder.relative_to(STORED).as_posix(), origin)}"
+        f"`{origin['command']}`: {runs}, {origin['train_samples']:,} training samples, {took}, engine "
+        f"{' and '.join(origin['engines'])}. {told(folder.relative_to(STORED).as_posix(), origin, counted=False)}"
     )
     trained = origin["rounds_trained"].values()
     if min(trained) < origin["rounds"] and result.study.settings.participation == 1.0:
@@ -220,37 +236,66 @@ def section(folder: Path, deviations: counting.SeedDeviations | None = None) -> 
             f" With early stopping, clients trained in {min(trained):g} to {max(trained):g} of the {origin['rounds']} "
             "rounds on average, by method."
         )
-    parts = [
-        f"## {result.study.name}",
-        result.study.description,
-        *([] if comparison is None else [f"Paper: {comparison.reference}."]),
-        f"```console\n$ {origin['command']}\n```",
-        cost,
-    ]
+    parts = [f"## {result.study.name}", result.study.description]
     missing = coverage.describe_coverage(
         {"rows": result.rows, "seeds": result.seeds, "left_out": result.left_out}
     )
+    notes, trials, tables = folder / "notes.md", trials_of(folder), []
+    if comparison is not None:
+        # Predicted costs have a part of their own.
+        measured = [line for line in comparison.lines if not line.predicted]
+        comparison = replace(comparison, lines=measured)
+        # Orderings and pairs are said in words.
+        unordered = replace(comparison, chain=[], pairs=[])
+        tables = _tables.build_paper_tables(unordered, deviations, compact=True)
+        # What the numbers come to is said before they are shown.
+        parts.append(f"{tables[0].foot} {describe_orders(comparison)}".strip())
     parts += ["\n".join(f"* {note}" for note in missing)] if missing else []
-    notes = folder / "notes.md"
     if notes.exists():
-        parts.append(filled(notes.read_text().strip(), folder))
+        parts.append(wrap(filled(notes.read_text().strip(), folder)))
     parts += drawings(folder)
-    trials = trials_of(folder)
     if trials.exists():
-        parts += ["### Further runs with one setting changed", _trials(trials)]
+        parts.append(_trials(trials))
+    parts.append(cost)
     if comparison is None:
         return (
             "\n\n".join([*parts, _swept(result) if result.study.sweep else _alone(result)]) + "\n"
         )
-    # Predicted costs have a part of their own, above.
-    measured = [line for line in comparison.lines if not line.predicted]
-    for compared in _tables.build_paper_tables(
-        replace(comparison, lines=measured), deviations, compact=True
-    ):
-        parts += [f"### {compared.title}", markdown(compared)]
+    shown = [markdown(replace(tables[0], foot=""))]
+    shown += [f"{one.title}:\n\n{markdown(one)}" for one in tables[1:]]
     if comparison.notes:
-        parts.append("On the printed numbers: " + " ".join(comparison.notes))
+        shown.append("On the printed numbers: " + " ".join(comparison.notes))
+    title = tables[0].title.removeprefix(f"{result.study.name} ")
+    parts.append(fold(f"Numbers {title}", "\n\n".join(shown)))
     return "\n\n".join(parts) + "\n"
+
+
+def describe_orders(comparison: compare.PaperComparison) -> str:
+    """Say which orders of the paper are the same here, and name each that is not."""
+    said = []
+    if comparison.pairs:
+        kept = sum(one.kept for one in comparison.pairs)
+        said.append(
+            f"{kept} of the {len(comparison.pairs)} pairs that are clearly apart in the paper are in its order here."
+        )
+    broken = [one for one in (*comparison.chain, *comparison.pairs) if not one.kept]
+    if broken:
+        names = []
+        for one in broken:
+            better, worse, paper, ours, _ = _tables.format_ordering(one, comparison)
+            names.append(f"{better} above {worse} ({paper}; here {ours})")
+        said.append(f"Not in its order: {'; '.join(names)}.")
+    return " ".join(said)
+
+
+def wrap(text: str) -> str:
+    """Return notes with their paragraphs broken at 120 columns: numbers that were filled in are shorter than what they came from."""
+    parts = []
+    for part in text.split("\n\n"):
+        # Tables and lists have lines of their own.
+        plain = not re.search(r"^(\||[-*] |```)", part, re.MULTILINE)
+        parts.append(textwrap.fill(part, 120, break_long_words=False, break_on_hyphens=False) if plain else part)  # fmt: skip
+    return "\n\n".join(parts)
 
 
 def _settings(result: compare.StudyResult) -> list[str]:
@@ -292,14 +337,6 @@ def _alone(result: compare.StudyResult) -> str:
     if len(seeds) == 1:
         said = f"{min(seeds)} {'seed' if seeds == {1} else 'seeds'}"
     return f"{table(head, made)}\n\nMeans over clients; {said}."
-
-
-def _seconds(result: compare.StudyResult) -> str:
-    """Return how long the runs of each method took, mean over seeds and over the points of a sweep."""
-    settings, took = _settings(result), dict[str, list[float]]()
-    for run in json.loads((result.folder / "summary.json").read_text())["timing"]:
-        took.setdefault(plots.strip_settings(run["label"], settings), []).append(run["wall_s"])
-    return ", ".join(f"{label} {sum(values) / len(values):,.3g}" for label, values in took.items())
 
 
 def filled(text: str, folder: Path) -> str:
@@ -377,30 +414,70 @@ def _trials(folder: Path) -> str:
     """Return the experiments that explain differences, and where they come from."""
     rows = json.loads((folder / "summary.json").read_text())["rows"]
     metric = metrics.REGISTRY[metrics.REGISTRY.choose_main(row["metric"] for row in rows)]
-    cells = []
+    said = []
     for row in rows:
         if (row["cluster"], row["metric"]) == ("all", metric.name):
             spread = f" ± {metric.scale * row['std']:.2f}" if row["seeds"] > 1 else ""
-            cells.append(
-                (row["label"], f"{metric.scale * row['mean']:.2f}{spread}", str(row["seeds"]))
-            )
-    name = f"test {metric.name}" + (f", {metric.unit}" if metric.unit else "")
+            said.append(f"{row['label']}: {metric.scale * row['mean']:.2f}{spread}")
+    unit = f", {metric.unit}" if metric.unit else ""
+    seeds = sorted({row["seeds"] for row in rows})
     origin = json.loads((folder / "origin.json").read_text())
-    where = told(folder.relative_to(STORED).as_posix(), origin)
-    return table(("method, with what is changed", name, "seeds"), cells) + f"\n\n{where}"
+    where = told(folder.relative_to(STORED).as_posix(), origin, counted=False)
+    count = f"{' or '.join(map(str, seeds))} seed{'' if seeds == [1] else 's'}"
+    text = textwrap.fill(f"{'; '.join(said)}.", 120, break_long_words=False, break_on_hyphens=False)
+    return fold(
+        f"Further runs with one setting changed (test {metric.name}{unit}, {count})",
+        f"{text}\n\n{where}",
+    )
 
 
-def page() -> str:
-    """Return the page."""
+def show_paper(
+    source: str,
+    folders: Sequence[Path],
+    rows: Sequence[counting.PaperCoverage],
+    deviations: counting.SeedDeviations,
+) -> str:
+    """Return the page of a paper, or that of the studies that repeat none of the five."""
+    about = (
+        "What stands in no table of the papers here: studies of drift and of personalized methods."
+    )
+    if source in numbers.SOURCES:
+        one = next(row for row in rows if row.source == source)
+        said = one.verdicts
+        about = (
+            f"{numbers.SOURCES[source]}. Of {one.published} published numbers {one.full} are compared with a run of full "
+            f"size. Of {said.judged} that can be judged {said.within} are within the rule: {said.strict} by the paper's own "
+            f"deviation or one point, {said.within - said.strict} by ours alone; {said.few_seeds} rest on few seeds. The rule "
+            "and the letters of the tables are on [the first page](../reproduction.md)."
+        )
+    parts = [section(folder, deviations) for folder in folders]
+    head = f"{GENERATED}# {TITLES[source]}: reproduction\n\n{about}\n"
+    if source == OTHERS:
+        head = head.replace(": reproduction", "")
+    return "\n".join([head, *parts, *(f"{one}\n" for one in (*show_costs(source), *show_figures(source)))])  # fmt: skip
+
+
+def pages() -> dict[Path, str]:
+    """Return the pages by path."""
     folders = sorted(path.parent for path in STORED.glob("*/*/origin.json"))
     folders = [folder for folder in folders if not folder.name.endswith("-trials")]
     results = [compare.load_result(one) for one in folders]
     beside = [compare.compare_with_paper(one) for one in results if one.experiment is not None]
     deviations = counting.SeedDeviations.measure(beside)
     counted = [coverage_table(results, deviations), bias_table(results, deviations)]
-    parts = [section(folder, deviations) for folder in folders]
-    return "\n".join([HEAD, *counted, figure_table(), *cost_tables(), *parts])
+    rows = counting.count_coverage(results, deviations)
+    made = {REFERENCE / "reproduction.md": "\n".join([HEAD, *counted])}
+    for source in TITLES:
+        own = [folder for folder in folders if _find_source(folder) == source]
+        made[PAGES / f"{source}.md"] = show_paper(source, own, rows, deviations)
+    return made
+
+
+def _find_source(folder: Path) -> str:
+    """Return the paper of a stored study, by the folder that it is in."""
+    source = folder.parent.name
+    return source if source in numbers.SOURCES else OTHERS
 
 
 if __name__ == "__main__":
-    sys.exit(write({REFERENCE / "reproduction.md": page()}))
+    sys.exit(write(pages()))

@@ -235,8 +235,15 @@ def ages(until: str) -> dict[str, Any]:
     }
 
 
-def told(name: str, head: Mapping[str, Any]) -> str:
-    """Return where a stored result comes from and how old it is, in a sentence or two for a page."""
+def told(name: str, head: Mapping[str, Any], *, counted: bool = True) -> str:
+    """Return where a stored result comes from and how old it is, in a sentence or two for a page.
+
+    Args:
+        name: of the result.
+        head: where it comes from.
+        counted: whether the commits since are counted; what golden results have changed is said
+            anyway.
+    """
     parts = [f"Commit `{head['commit'][:9]}` of {head['made']}, version {head['version']}."]
     if why := head.get("inferred"):
         why = why if isinstance(why, str) else "Made before provenance was recorded"
@@ -256,7 +263,8 @@ def told(name: str, head: Mapping[str, Any]) -> str:
             if most
             else "Its code is the same since"
         )
-        parts.append(f"{what} ([counted](stored-results.md) on {stored['date']}).")
+        if counted:
+            parts.append(f"{what} ([counted](stored-results.md) on {stored['date']}).")
         if found["golden"]:
             parts.append(
                 f"**The golden results of {', '.join(found['golden'])} have changed since.**"

@@ -46,6 +46,18 @@ def test_formulas_are_shown_without_a_script(site):
 
 
 @pytest.mark.full
+def test_tables_that_are_folded_are_tables(site):
+    """Inside <details> Markdown is read only where the page asks for it."""
+    for name in ("similarity", "dac", "panm", "fedgwc", "sosicfl"):
+        page = (site / f"reference/reproduction/{name}.html").read_text(encoding="utf-8")
+        folded = re.findall(r"<details>(.*?)</details>", page, re.DOTALL)
+        numbers = [part for part in folded if "compared with the paper" in part]
+        assert numbers
+        assert all("<table>" in part for part in numbers)
+        assert "| ---" not in page
+
+
+@pytest.mark.full
 def test_no_page_loads_anything_from_another_machine(site):
     """No remote font, script, style or picture; the reports of stored runs are pages of their own, and tested too."""
     loads = re.compile(

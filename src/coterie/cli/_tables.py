@@ -69,10 +69,10 @@ def build_paper_tables(
     # Orderings and pairs have one head: both are pairs of methods.
     head = ("better", "worse", "paper", "here", "kept")
     if comparison.chain:
-        rows = [_format_ordering(one, comparison) for one in comparison.chain]
+        rows = [format_ordering(one, comparison) for one in comparison.chain]
         tables.append(TextTable("Orderings of the paper", head, rows))
     if comparison.pairs:
-        broken = [_format_ordering(one, comparison) for one in comparison.pairs if not one.kept]
+        broken = [format_ordering(one, comparison) for one in comparison.pairs if not one.kept]
         kept = len(comparison.pairs) - len(broken)
         foot = (
             f"{kept} of the {len(comparison.pairs)} pairs that are clearly apart in the paper "
@@ -279,7 +279,8 @@ def _format_signed(line: ComparedNumber) -> str:
     return text if line.difference < 0 else f"+{text}"
 
 
-def _format_ordering(one: Ordering, comparison: PaperComparison) -> tuple[str, ...]:
+def format_ordering(one: Ordering, comparison: PaperComparison) -> tuple[str, ...]:
+    """Return the two rows, the paper's numbers, ours, and whether their order is the same."""
     metric = REGISTRY[str(ranking_metric(comparison.lines))]
     paper = " / ".join(_format_number(metric, value) for value in one.paper)
     ours = " / ".join(_format_number(metric, value) for value in one.ours)

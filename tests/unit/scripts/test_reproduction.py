@@ -13,6 +13,7 @@ import pytest
 import reproduction
 import stored
 
+from coterie.papers import compare
 from coterie.studies import config, sweep
 from coterie.studies.run import run_study
 from coterie.testing import tiny_federation
@@ -20,11 +21,31 @@ from coterie.testing import tiny_federation
 ROOT = Path(__file__).resolve().parents[3]
 
 
+HEAD = ROOT / "docs/reference/reproduction.md"
+PAPERS = ("similarity", "dac", "panm", "fedgwc", "sosicfl")
+
+
 @pytest.mark.slow
-def test_the_page_is_up_to_date():
-    assert (ROOT / "docs/reference/reproduction.md").read_text() == reproduction.page(), (
-        "run make docs"
-    )
+def test_the_pages_are_up_to_date():
+    made = reproduction.pages()
+    there = {HEAD, *(ROOT / "docs/reference/reproduction").glob("*.md")}
+    assert set(made) == there
+    for path, text in made.items():
+        assert path.read_text() == text, f"{path.name}: run make docs"
+
+
+def test_each_stored_study_stands_on_one_page_that_of_its_paper():
+    titles = {}
+    for path in (ROOT / "docs/reference/reproduction").glob("*.md"):
+        for title in re.findall(r"^## (\S+/\S+)$", path.read_text(), re.MULTILINE):
+            assert title not in titles
+            titles[title] = path.stem
+    stored_ones = {}
+    for path in (ROOT / "docs/reference/runs").glob("*/*/origin.json"):
+        name = f"{path.parent.parent.name}/{path.parent.name}"
+        if not name.endswith("-trials"):
+            stored_ones[name] = name.split("/")[0] if name.split("/")[0] in PAPERS else "others"
+    assert titles == stored_ones
 
 
 def test_a_stored_study_is_told_with_what_its_tables_hold_though_it_was_not_asked_for(
@@ -64,7 +85,7 @@ def test_a_stored_study_is_told_with_what_its_tables_hold_though_it_was_not_aske
 
 @pytest.mark.full
 def test_a_stored_sweep_is_one_table_with_a_column_for_each_point(tmp_path, monkeypatch):
-    """A row for a method, however many points it has, and the time that its runs took over all of them."""
+    """A row for a method, however many points it has."""
     (tmp_path / "small.toml").write_text(
         'rounds = 1\nseeds = [0, 1]\nmodel.kind = "linear"\nmethods = [{ kind = "local", label = "Alone, one" }]\n'
         'data = { dataset = "digits", num_clients = 2, train = 5, validation = 5 }\nsweep = { "data.train" = [5, 8] }\n'
@@ -82,7 +103,7 @@ def test_a_stored_sweep_is_one_table_with_a_column_for_each_point(tmp_path, monk
     page = reproduction.section(kept)
     assert "| method | train=5 | train=8 |" in page
     assert "| Alone, one | {} ± {} | {} ± {} |".format(*cells) in page
-    assert page.count("Alone, one") == 2
+    assert page.count("Alone, one") == 1
     assert page.endswith("The test accuracy in %, mean over clients; 2 seeds.\n")
 
 
@@ -194,6 +215,7 @@ def recount() -> list[dict]:
                 row.append({
                     "source": source, "study": study["name"], "metric": metric, "paper": paper,
                     "paper_std": float(one["std"]) / unit if one["std"] else None,
+                    "ours": ours["mean"], "label": label,
                     "seeds": ours["seeds"], "std": ours["std"] if ours["seeds"] > 1 else None,
                     "difference": ours["mean"] - paper, "is_mean": cluster in ("all", "clusters"),
                 })  # fmt: skip
@@ -224,7 +246,8 @@ def mark_few_seeds(found: list[dict]) -> None:
 
 def read_table(title: str) -> list[dict[str, str]]:
     """The first table of a part of the page."""
-    page = (ROOT / "docs/reference/reproduction.md").read_text()
+    # A name may be a link to the page of its paper.
+    page = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", HEAD.read_text())
     part = page.split(f"\n## {title}\n")[1].split("\n## ")[0]
     lines = [line for line in part.splitlines() if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -247,7 +270,7 @@ VERDICTS = {
 def test_the_verdicts_of_the_page_are_those_of_the_stored_runs(counted):
     rows = {row["paper"]: row for row in read_table("Coverage")}
     total: Counter[str] = Counter()
-    for source in ("similarity", "dac", "panm", "fedgwc", "sosicfl"):
+    for source in PAPERS:
         own = [one for one in counted if one["source"] == source]
         expected = Counter(VERDICTS[one["verdict"]] for one in own)
         # The poster prints 16 costs, of which 8 follow from its settings; PANM's own do not.
@@ -259,7 +282,7 @@ def test_the_verdicts_of_the_page_are_those_of_the_stored_runs(counted):
         assert int(rows[source]["full"]) + int(rows[source]["reduced"]) == len(own)
         total += expected
     assert {name: int(rows["all"][name]) for name in total} == total
-    page = (ROOT / "docs/reference/reproduction.md").read_text()
+    page = HEAD.read_text()
     strict = total["paper's deviation"] + total["one point"]
     within = strict + total["ours alone"]
     judged = within + total["outside"]
@@ -306,3 +329,44 @@ def test_the_sides_of_the_page_are_those_of_the_stored_runs(counted):
             if verdict != "undecided":
                 assert int(row[name]) == sum(one["verdict"] == verdict for one in own)
         assert (row["one-sided"] == "yes") == (size >= 6 and max(below, above) / size >= 0.9)
+
+
+def test_a_page_of_a_paper_says_its_counts_and_each_number_that_is_compared(counted):
+    for source in PAPERS:
+        page = (ROOT / f"docs/reference/reproduction/{source}.md").read_text()
+        own = [one for one in counted if one["source"] == source]
+        verdicts = Counter(one["verdict"] for one in own)
+        if source == "panm":
+            verdicts.update(point=8, outside=8)
+        strict = verdicts["paper"] + verdicts["point"]
+        within = strict + verdicts["ours"]
+        judged = within + verdicts["outside"]
+        few = sum(one["few"] for one in own)
+        assert (
+            f"Of {judged} that can be judged {within} are within the rule: {strict} by the paper's "
+            f"own deviation or one point, {verdicts['ours']} by ours alone; {few} rest on few seeds."
+        ) in page
+        for one in own:
+            if one["metric"] not in PERCENT:
+                continue
+            part = page.split(f"\n## {one['study']}\n")[1].split("\n## ")[0]
+            rows = [line for line in part.splitlines() if line.startswith(f"| {one['label']} | ")]
+            number = rf"{100 * one['ours']:.2f}( ± [\d.]+)? / {100 * one['paper']:.2f}"
+            assert any(re.search(number, row) for row in rows), (one["study"], one["label"])
+
+
+def make_comparison(*orders):
+    """Accuracies of two rows, and which of their orders are kept."""
+    line = compare.ComparedNumber("A", "a/fedavg", "all", "accuracy", 0.5, None, 1, 0.6, None, -0.1, False, "outside")  # fmt: skip
+    pairs = [compare.Ordering(better, worse, (0.6, 0.4), (0.5, ours), ours < 0.5) for better, worse, ours in orders]  # fmt: skip
+    return compare.PaperComparison("dac/x", "dac/x", "", 1.0, [line], [], pairs, [])
+
+
+def test_orders_that_are_not_the_paper_s_are_named_with_their_numbers():
+    said = reproduction.describe_orders(make_comparison(("a", "b", 0.3), ("c", "d", 0.7)))
+    assert said == (
+        "1 of the 2 pairs that are clearly apart in the paper are in its order here. "
+        "Not in its order: c above d (60.00 / 40.00; here 50.00 / 70.00)."
+    )
+    assert "Not in" not in reproduction.describe_orders(make_comparison(("a", "b", 0.3)))
+    assert reproduction.describe_orders(make_comparison()) == ""
