@@ -10,7 +10,6 @@ When one block ends, all are ended and started again from the last checkpoint, w
 the whole population and of which two generations are stored; without a folder, from the beginning.
 """
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +40,7 @@ from coterie.errors import ConfigError, CoterieError, require
 from coterie.exchange.base import Message
 from coterie.exchange.in_memory import InMemory
 from coterie.functional import metrics
-from coterie.methods.base import Method, State, map_tensors
+from coterie.methods.base import Method, State, concatenate_tensors, map_tensors
 from coterie.models.layout import ModelSource
 from coterie.rng import Rng
 from coterie.runtime import checkpoint
@@ -470,15 +469,15 @@ class DriverLoop(Loop):
         # Blocks are ranges of clients, so concatenation has the rows in the order of `task.ids`.
         self.state = State(
             torch.cat([one.params for one in states]),
-            _concatenate_fields([one.memory for one in states]),
+            concatenate_tensors([one.memory for one in states]),
             # Every block computes the same shared state, to the byte.
             states[0].shared,
-            _concatenate_fields([one.moments for one in states]),
+            concatenate_tensors([one.moments for one in states]),
         )
         for extension in self.extensions:
             parts = [one.extensions[extension.name] for one in found]
-            extension.state = _concatenate_fields(parts)
-        self.tracker = _concatenate_fields([one.tracker for one in found])
+            extension.state = extension.join_states(parts)
+        self.tracker = concatenate_tensors([one.tracker for one in found])
         self.validation = _concatenate_tables([one.validation for one in found])
         # Blocks whose clients used no privacy have no table.
         spent = _concatenate_tables([one.spent for one in found if one.spent])
@@ -537,16 +536,6 @@ def _concatenate_tables(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tens
     for name in names:
         joined[name] = torch.cat([part[name] for part in parts])
     return joined
-
-
-def _concatenate_fields(parts: Sequence[Any]) -> Any:
-    """Return the dataclasses of several blocks as one; None where they have none."""
-    if parts[0] is None:
-        return None
-    joined = {}
-    for one in dataclasses.fields(parts[0]):
-        joined[one.name] = torch.cat([getattr(part, one.name) for part in parts])
-    return replace(parts[0], **joined)
 
 
 # ---------------------------------------------------------------- the run

@@ -12,9 +12,9 @@ Karimireddy, Jaggi, 2022, https://arxiv.org/abs/2202.01545) clips the distance t
 here to a radius that a client knows: the length of its own training step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Protocol, runtime_checkable
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import torch
 from annotated_types import Ge
@@ -23,13 +23,18 @@ from torch import Tensor
 
 from coterie._util.settings import Configurable, PositiveFloat
 from coterie.exchange.base import SAMPLES, Exchange, ExchangeWrapper, Inbox, Limits, Message
-from coterie.functional import metrics, similarity
+from coterie.functional import metrics, selection, similarity
 from coterie.models.part import ParameterSharing
 
 # The remembered step shrinks by at most this factor a round: one short step, of a client that
 # happened to train little, must not shut out its peers.
 _STEP_DECAY = 0.9
 _MOST_STRIKES = 16  # quarantine grows up to 2 ** 15 rounds
+_LAST = torch.iinfo(torch.int64).max  # above all ids
+_ROWS_AT_ONCE = 4096  # clients whose lists are compared at once
+
+BYTES_OF_STRIKES = 9
+"""Bytes that a client remembers of each member that has strikes: its id, strikes and a round."""
 
 
 @dataclass(frozen=True)
@@ -60,31 +65,69 @@ class Acceptance(Configurable):
 class Reputation:
     """What clients remember of the peers that they judged, and of their own training.
 
+    A row has a column for each member with strikes or in quarantine, and none for others: its width
+    is the number of these of the client that has most.
+
     Args:
         first: loss of the client's first model on the data that it judges with; NaN without such
             data.
         step: length of its own training step, the largest of the recent ones; 0 before the first.
-        strikes: number of refusals of each member, minus the acceptances since.
-        until: the first round in which it reads each member again; 0 for one that it reads.
+        members: ids in ascending order, each once; -1 behind the last.
+        strikes: number of refusals of each of them, minus the acceptances since.
+        until: the first round in which it reads each of them again.
     """
 
     first: Float[Tensor, " clients"]
     step: Float[Tensor, " clients"]
-    strikes: Int[Tensor, "clients population"]
-    until: Int[Tensor, "clients population"]
+    members: Int[Tensor, "clients slots"]
+    strikes: Int[Tensor, "clients slots"]
+    until: Int[Tensor, "clients slots"]
 
     @staticmethod
-    def from_first_losses(first: Float[Tensor, " clients"], population: int) -> "Reputation":
+    def from_first_losses(first: Float[Tensor, " clients"]) -> "Reputation":
         """Return the memory of clients that have not judged any peer."""
         step = torch.zeros(len(first), dtype=torch.float64)
-        # population^2 entries: the smallest types that hold _MOST_STRIKES and a round
-        strikes = torch.zeros(len(first), population, dtype=torch.int8)
-        until = torch.zeros(len(first), population, dtype=torch.int32)
-        return Reputation(first.double(), step, strikes, until)
+        # The smallest types that hold an id, _MOST_STRIKES and a round: `BYTES_OF_STRIKES`.
+        until = torch.zeros(len(first), 0, dtype=torch.int32)
+        return Reputation(first.double(), step, until, until.to(torch.int8), until)
+
+    @staticmethod
+    def join_rows(parts: Sequence["Reputation"]) -> "Reputation":
+        """Return the memory of several groups of clients as one."""
+        width = max(part.members.shape[1] for part in parts)
+        padded = [part._pad_to(width) for part in parts]
+        names = [item.name for item in fields(Reputation)]
+        return Reputation(*(torch.cat([getattr(one, name) for one in padded]) for name in names))
+
+    def _pad_to(self, width: int) -> "Reputation":
+        """Return the same memory with empty columns behind the last."""
+        empty = (0, width - self.members.shape[1])
+        return replace(
+            self,
+            members=torch.nn.functional.pad(self.members, empty, value=-1),
+            strikes=torch.nn.functional.pad(self.strikes, empty),
+            until=torch.nn.functional.pad(self.until, empty),
+        )
+
+    def _trim(self) -> "Reputation":
+        """Return the same memory without columns that are empty in all rows."""
+        used = slice(int((self.members >= 0).sum(1).max()) if len(self.members) else 0)
+        # Copies: a view would keep the wider tensor alive.
+        found = [part[:, used].clone() for part in (self.members, self.strikes, self.until)]
+        return Reputation(self.first, self.step, *found)
 
     def take_rows(self, rows: Int[Tensor, " rows"]) -> "Reputation":
         """Return the memory of some clients."""
         return Reputation(**{item.name: getattr(self, item.name)[rows] for item in fields(self)})
+
+    def replace_rows(self, rows: Int[Tensor, " rows"], new: "Reputation") -> "Reputation":
+        """Return this memory with that of some clients replaced."""
+        width = max(self.members.shape[1], new.members.shape[1])
+        old, new = self._pad_to(width), new._pad_to(width)
+        out = {}
+        for item in fields(self):
+            out[item.name] = getattr(old, item.name).index_copy(0, rows, getattr(new, item.name))
+        return Reputation(**out)._trim()
 
     def after_training(
         self,
@@ -104,31 +147,74 @@ class Reputation:
         new = torch.maximum(moved, _STEP_DECAY * self.step)
         return replace(self, step=torch.where((moved > 0) & moved.isfinite(), new, self.step))
 
-    def readable_members(self, round: int) -> Bool[Tensor, "clients population"]:
-        """Return the members that each client reads in a round: all of them before the first."""
-        return self.until <= max(round, 0)
+    def unread_members(self, round: int) -> Int[Tensor, "clients slots"]:
+        """Return the members that each client does not read in a round: nobody before the first.
+
+        Returns:
+            Ids; -1 elsewhere.
+        """
+        return self.members.long().masked_fill(self.until <= max(round, 0), -1)
+
+    def list_new_terms(self, before: "Reputation") -> list[tuple[int, int, int]]:
+        """Return the quarantines that began after an earlier time, as rows, members and ends."""
+        terms = []
+        both = zip(self._list_terms(), before._list_terms(), strict=True)
+        for row, (now, then) in enumerate(both):
+            terms += [(row, one, end) for one, end in now.items() if then.get(one, 0) != end]
+        return terms
+
+    def _list_terms(self) -> list[dict[int, int]]:
+        """Return the end of each quarantine of each client, by member."""
+        rows = zip(self.members.tolist(), self.until.tolist(), strict=True)
+        return [
+            {one: end for one, end in zip(members, ends, strict=True) if one >= 0}
+            for members, ends in rows
+        ]
 
     def after_round(
         self,
         round: int,
-        refused: Bool[Tensor, "clients population"],
-        accepted: Bool[Tensor, "clients population"],
+        refused: Int[Tensor, "clients refused"],
+        accepted: Int[Tensor, "clients accepted"],
     ) -> "Reputation":
         """Return the memory after a round.
 
-        A member that was both refused and accepted in it counts as refused.
+        Args:
+            round: its number.
+            refused: ids of the members that each client refused, in any order; -1 for none.
+            accepted: ids of the members that it accepted; one that was both counts as
+                refused.
         """
+        parts = []
+        for rows in torch.arange(len(self.members)).split(_ROWS_AT_ONCE):
+            parts.append(self.take_rows(rows)._judge(round, refused[rows], accepted[rows]))
+        return Reputation.join_rows(parts)._trim()
+
+    def _judge(self, round: int, refused: Tensor, accepted: Tensor) -> "Reputation":
+        # Who has no column is new, and has one from its first refusal on.
+        news = refused.masked_fill(selection.find_listed(refused, self.members.long()), -1)
+        news = news.sort(1).values
+        news[:, 1:] = news[:, 1:].masked_fill(news[:, 1:] == news[:, :-1], -1)
+        members = torch.cat([self.members.long(), news], dim=1)
+        known = self._pad_to(members.shape[1])
+        bad = selection.find_listed(members, refused)
         # A refusal is a strike and an acceptance takes one back: one doubling of the pause, not all
         # of them.
-        good = accepted & ~refused
-        strikes = self.strikes + refused.to(torch.int8) - good.to(torch.int8)
+        good = selection.find_listed(members, accepted) & ~bad
+        strikes = known.strikes + bad.to(torch.int8) - good.to(torch.int8)
         strikes = strikes.clamp(0, _MOST_STRIKES)
         # int8 holds the strikes, but not 2 ** 15 rounds.
         pause = torch.pow(2, (strikes.to(torch.int32) - 1).clamp(min=0))
+        until = torch.where(bad, round + 1 + pause, known.until).to(torch.int32)
+        # Without strikes and after its quarantine a member is as one that was never refused.
+        members = members.masked_fill((strikes == 0) & (until <= round), -1)
+        order = torch.argsort(members.masked_fill(members < 0, _LAST), dim=1, stable=True)
+        members, empty = members.gather(1, order), (members < 0).gather(1, order)
         return replace(
             self,
-            strikes=strikes,
-            until=torch.where(refused, round + 1 + pause, self.until).to(torch.int32),
+            members=members.to(torch.int32),
+            strikes=strikes.gather(1, order).masked_fill(empty, 0),
+            until=until.gather(1, order).masked_fill(empty, 0),
         )
 
 
@@ -242,10 +328,9 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
         inbox = self.inner.pull(message, peers)
         arrived = inbox.mask
         if self.rules.quarantine:
-            readable = self.reputation.readable_members(self.round)
-            # A method may ask for a quarantined peer all the same. The clamp makes -1 a legal
-            # index; such a slot has not arrived.
-            arrived = arrived & readable.gather(1, peers.clamp(min=0))
+            # A method may ask for a quarantined peer all the same.
+            unread = self.reputation.unread_members(self.round)
+            arrived = arrived & ~selection.find_listed(peers, unread)
         # Numbers first: a model that is not finite is not worth an evaluation.
         fine = arrived & _check_numbers(inbox, arrived)
         scale = torch.ones(fine.shape, dtype=torch.float64)
@@ -299,25 +384,22 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
         Mixing weights become the effective ones, after clipping. The forward passes for judging are
         added to the method's.
         """
-        refused = torch.zeros(len(self.passes), self.task.population, dtype=torch.bool)
-        accepted = torch.zeros_like(refused)
         # A member may be judged in several exchanges: any refusal counts, see `after_round`.
-        for one in self._pulled:
-            for found, slots in ((refused, one.refused), (accepted, one.accepted)):
-                rows, at = slots.nonzero(as_tuple=True)
-                found[rows, one.peers[rows, at]] = True
+        refused = self._list_judged("refused")
         reputation = self.reputation
         if self.rules.quarantine:
-            reputation = reputation.after_round(self.round, refused, accepted)
+            reputation = reputation.after_round(self.round, refused, self._list_judged("accepted"))
         out = dict(info)
         out[metrics.PASSES.name] = (
             out.get(metrics.PASSES.name, torch.zeros_like(self.passes)) + self.passes
         )
-        out[metrics.REFUSED.name] = refused.sum(1).double()
+        # Each member once: the first of its ids in a sorted row.
+        found = refused.sort(1).values
+        first = torch.ones_like(found, dtype=torch.bool)
+        first[:, 1:] = found[:, 1:] != found[:, :-1]
+        out[metrics.REFUSED.name] = (first & (found >= 0)).sum(1).double()
         if "peers" in info:
-            out["slots_refused"] = refused.gather(1, info["peers"].clamp(min=0)) & (
-                info["peers"] >= 0
-            )
+            out["slots_refused"] = selection.find_listed(info["peers"], refused)
         if "peers" in info and "weights" in info and "own_weight" in info:
             counted = info["weights"] * self._slot_scales(info["peers"]).to(info["weights"])
             # What clipping takes from a peer's weight belongs to the reader's own model, see
@@ -328,6 +410,12 @@ class AcceptingExchange(ExchangeWrapper[Exchange]):
                 "own_weight": info["own_weight"] + rest.to(info["own_weight"]),
             }
         return reputation, out
+
+    def _list_judged(self, kind: Literal["refused", "accepted"]) -> Int[Tensor, "clients slots"]:
+        """Return the ids that each client refused or accepted in this round; -1 elsewhere."""
+        nobody = torch.zeros(len(self.passes), 0, dtype=torch.int64)
+        parts = [one.peers.masked_fill(~getattr(one, kind), -1) for one in self._pulled]
+        return torch.cat([nobody, *parts], dim=1)
 
     def _slot_scales(self, peers: Int[Tensor, "clients slots"]) -> Float[Tensor, "clients slots"]:
         out = torch.ones(peers.shape, dtype=torch.float64)

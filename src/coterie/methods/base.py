@@ -169,6 +169,13 @@ def zip_tensors(a: Any, b: Any, function: Any) -> Any:
     return _replace_tensors(a, map(function, list_tensors(a), list_tensors(b)))
 
 
+def concatenate_tensors(parts: Sequence[Any]) -> Any:
+    """Return the dataclasses of several groups of clients as one; None where they have none."""
+    if parts[0] is None:
+        return None
+    return _replace_tensors(parts[0], map(torch.cat, zip(*map(list_tensors, parts), strict=True)))
+
+
 def _replace_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
     names = [item.name for item in dataclasses.fields(value)]
     return replace(value, **dict(zip(names, tensors, strict=True)))
@@ -193,6 +200,8 @@ class Round:
         acceptance: the rules by which a server judges what came back; None where it believes it.
         sum_only: the terms under which a server gets the weighted mean of the models alone; None
             where it sees each.
+        unread: ids of members that each client does not read in this round although they are
+            reachable, -1 elsewhere; None for nobody.
         note_refused: called where the server role is with the clients whose message it left out,
             and why.
         sampling: how views are drawn, where clients choose among few members; None where they
@@ -210,6 +219,7 @@ class Round:
     record_similarities: bool = False
     acceptance: Acceptance | None = None
     sum_only: SecureAggregation | None = None
+    unread: Int[Tensor, "clients members"] | None = None
     note_refused: Callable[[Mapping[int, str]], None] = lambda refused: None
     sampling: PeerSampling | None = None
 
@@ -277,6 +287,22 @@ class Round:
         """
         return self.candidates_of(torch.arange(len(self.ids)))
 
+    def readable_by(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, "*rows population"]:
+        """Return which members some clients may read, themselves included, views left aside.
+
+        One row where they all may read the same.
+        """
+        reachable = self.reachable
+        if reachable.ndim > 1:
+            reachable = reachable[rows]
+        if self.unread is None:
+            return reachable
+        unread = self.unread[rows]
+        if not bool((unread >= 0).any()):
+            return reachable
+        barred = selection.mask_from_ids(unread, reachable.shape[-1])
+        return barred.logical_not_().logical_and_(reachable)
+
     def candidates_of(
         self, rows: Int[Tensor, " rows"], known: Bool[Tensor, "rows population"] | None = None
     ) -> Bool[Tensor, "rows population"]:
@@ -286,14 +312,10 @@ class Round:
             rows: of the clients.
             known: members that each has found itself, which it may read outside of its view.
         """
-        # Without a clients axis everybody reaches the same members: only a view is expanded, then
-        # copied.
-        reachable = self.reachable
-        if reachable.ndim > 1:
-            reachable = reachable[rows]
-        allowed = pages.copy(reachable.expand(len(rows), -1))
+        # Where everybody reads the same members, only a view is expanded, then copied.
+        allowed = pages.copy(self.readable_by(rows).expand(len(rows), -1))
         if self.sampling is not None:
-            open_to = selection.mask_from_ids(self.views_of(rows), reachable.shape[-1])
+            open_to = selection.mask_from_ids(self.views_of(rows), allowed.shape[-1])
             if known is not None:
                 open_to |= known
             allowed &= open_to
@@ -308,7 +330,10 @@ class Round:
         # The clamp makes -1 a legal index; its value is not used.
         at, reachable = peers.clamp(min=0), self.reachable
         fits = reachable[at] if reachable.ndim == 1 else reachable.gather(1, at)
-        return torch.where((peers >= 0) & (peers != self.ids[:, None]) & fits, peers, -1)
+        fits = fits & (peers >= 0) & (peers != self.ids[:, None])
+        if self.unread is not None:
+            fits &= ~selection.find_listed(peers, self.unread)
+        return peers.masked_fill(~fits, -1)
 
     def views_of(self, rows: Int[Tensor, " rows"]) -> Int[Tensor, "rows view"]:
         """Return the members in the views of some clients, -1 in empty slots.
@@ -316,10 +341,7 @@ class Round:
         Called only where `sampling` is given. Who turns out to be missing in a round is replaced.
         """
         assert self.sampling is not None
-        reachable = self.reachable
-        if reachable.ndim > 1:
-            reachable = reachable[rows]
-        return self.sampling.draw_views(self.rng, self.ids[rows], reachable)
+        return self.sampling.draw_views(self.rng, self.ids[rows], self.readable_by(rows))
 
 
 @dataclass(frozen=True)
@@ -674,11 +696,8 @@ def draw_peers_uniformly(
     narrow: RowsOfMembers | None = allowed.__getitem__ if isinstance(allowed, Tensor) else allowed
 
     def find_choice(rows: Tensor) -> Tensor:
-        # Where all clients choose among the same members, one row serves all; the client itself is
-        # left out by the draw.
-        if narrow is None and rnd.reachable.ndim == 1:
-            return rnd.reachable
-        choice = rnd.reachable if rnd.reachable.ndim == 1 else rnd.reachable[rows]
+        # The client itself is left out by the draw.
+        choice = rnd.readable_by(rows)
         return choice if narrow is None else choice & narrow(rows)
 
     return draw_members_uniformly(

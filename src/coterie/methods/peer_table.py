@@ -238,12 +238,11 @@ class PeerTable:
             explore: how many of these are members outside of the table, where so many are left.
             views: as in `list_columns`.
         """
-        own, ids, reachable = rnd.ids[rows], self.ids.long(), rnd.reachable
+        own, ids = rnd.ids[rows], self.ids.long()
+        readable = rnd.readable_by(torch.arange(len(rnd.ids))[rows])
         population, width = rnd.task.population, ids.shape[1]
-        if reachable.ndim > 1:
-            reachable = reachable[rows]
-        number = reachable.sum(-1)
-        reachable = reachable.expand(len(own), -1)
+        number = readable.sum(-1)
+        reachable = readable.expand(len(own), -1)
         listed = reachable.gather(1, ids.clamp(min=0)) & (ids >= 0)
         if views is not None:
             # What is known can be read in any case; a table of all members lists unknown ones too.
@@ -280,7 +279,8 @@ class PeerTable:
         prior = mass.gather(1, columns.clamp(min=0))
         inside = columns.clamp(min=0, max=width - 1)
         peers = torch.where(columns < 0, -1, ids.gather(1, inside))
-        _draw_unlisted(rnd, own, ids, reachable if views is None else views, peers, outside)
+        choice = readable if views is None else views
+        _draw_unlisted(rnd, own, ids, choice, peers, outside)
         return peers, prior
 
 
@@ -389,7 +389,7 @@ def _draw_unlisted(
     rnd: Round,
     own: Int[Tensor, " clients"],
     ids: Int[Tensor, "clients slots"],
-    choice: Bool[Tensor, "clients population"] | Int[Tensor, "clients view"],
+    choice: Bool[Tensor, "*clients population"] | Int[Tensor, "clients view"],
     peers: Int[Tensor, "clients peers"],
     outside: Bool[Tensor, "clients peers"],
 ) -> None:
@@ -404,8 +404,8 @@ def _draw_unlisted(
         outside: the slots to fill.
     """
     common, has_views = None, rnd.sampling is not None
-    if rnd.reachable.ndim == 1 and not has_views:
-        common = np.flatnonzero(rnd.reachable.numpy())
+    if choice.ndim == 1:
+        common = np.flatnonzero(choice.numpy())
     rows = outside.any(1).nonzero().flatten()
     streams = rnd.rng.iterate_generators("peers unlisted", own[rows].tolist())
     for row, stream in zip(rows.tolist(), streams, strict=True):

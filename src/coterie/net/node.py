@@ -150,7 +150,7 @@ class NodeLoop(Loop):
         assert isinstance(self.exchange, RemoteExchange)
         if self.method.server:
             return rnd
-        self.exchange.readmit_slow(rnd.reachable)
+        self.exchange.readmit_slow(rnd.readable_by(torch.arange(len(rnd.ids))))
         return replace(rnd, reachable=rnd.reachable & self.exchange.reachable_clients())
 
 
@@ -947,14 +947,10 @@ class Node:
         )
         found = [(reader, read, None) for reader, read in self.loop.record.list_refused(index)]
         # With reputations: new terms, which say from which round on a client is read again.
-        if (
-            now is not None
-            and before is not None
-            and bool((new := now.until != before.until).any())
-        ):
-            found = []
-            for row, read in new.nonzero().tolist():
-                found.append((int(own[row]), read, int(now.until[row, read])))
+        if now is not None and before is not None:
+            terms = now.list_new_terms(before)
+            if terms:
+                found = [(int(own[row]), read, until) for row, read, until in terms]
         for reader, read, until in found:
             refused.append((reader, read, self.post.host_of.get(read, ""), until))
         self.audit.record_rejections(index, refused)

@@ -20,7 +20,7 @@ from coterie.errors import ConfigError
 from coterie.exchange.accepting import Acceptance, AcceptingExchange, Reputation, own_losses
 from coterie.functional import metrics
 from coterie.functional.metrics import Metric
-from coterie.methods.base import Info, Method, Round, zip_tensors
+from coterie.methods.base import Info, Method, Round, concatenate_tensors
 from coterie.rng import Rng
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
@@ -82,6 +82,10 @@ class Extension:
         """Return metrics of the whole run, one value for each client that counts."""
         return {}
 
+    def join_states(self, states: Sequence[Any]) -> Any:
+        """Return the states of several groups of clients as one, in their order."""
+        return concatenate_tensors(states)
+
 
 class AcceptanceExtension(Extension):
     """Lets clients judge the messages that they receive; see `exchange.accepting`.
@@ -104,7 +108,7 @@ class AcceptanceExtension(Extension):
         """Let every client trust every other one."""
         # The losses before any training are what `Reputation` compares with later.
         losses = own_losses(task.for_round(rng.at_round(-1)), params)
-        self.state = Reputation.from_first_losses(losses, task.population)
+        self.state = Reputation.from_first_losses(losses)
 
     def note_warm_up(
         self,
@@ -123,13 +127,10 @@ class AcceptanceExtension(Extension):
         if not whole:
             reputation = reputation.take_rows(rows)
         exchange = AcceptingExchange(rnd.exchange, self.rules, rnd.task, reputation, rnd.index)
-        reachable = rnd.reachable
+        unread = rnd.unread
         if self.rules.quarantine:
-            readable = reputation.readable_members(rnd.index)
-            # A row for each client takes memory, so one for all stays where nobody is barred.
-            if not bool(readable.all()):
-                reachable = reachable & readable
-        return replace(rnd, exchange=exchange, reachable=reachable)
+            unread = reputation.unread_members(rnd.index)
+        return replace(rnd, exchange=exchange, unread=unread)
 
     def finish_round(self, rnd: Round, rows: Int[Tensor, " rows"], info: Info) -> Info:
         """Remember which members the clients refused and accepted, and add both to the report."""
@@ -137,9 +138,13 @@ class AcceptanceExtension(Extension):
         new, info = rnd.exchange.finish_round(info)
         # Clients that did not take part keep what they remember.
         if len(rows) < len(self.state.first):
-            new = zip_tensors(self.state, new, lambda old, update: old.index_copy(0, rows, update))
+            new = self.state.replace_rows(rows, new)
         self.state = new
         return info
+
+    def join_states(self, states: Sequence[Any]) -> Any:
+        """Return the clients' memories as one, with as many columns as the widest."""
+        return Reputation.join_rows(states)
 
 
 class PrivacyExtension(Extension):

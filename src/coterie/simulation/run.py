@@ -28,6 +28,7 @@ from coterie.engine.device import check_device
 from coterie.engine.native.compiler import report_compiling
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError, ConfigError, RunExistsError, require
+from coterie.exchange import accepting
 from coterie.exchange.base import Exchange
 from coterie.exchange.in_memory import InMemory
 from coterie.functional.metrics import ACCURACY, DIVERGED, LOSS, REGISTRY, Metrics
@@ -598,7 +599,8 @@ def check_driver_memory(
         itemsize=task.dtype.itemsize,
         kept=1 + settings.keeps_best_models(method.server) + moments,
         data=federation.nbytes,
-        remembered=_memory.estimate_method_memory(method, task)[0],
+        remembered=_memory.estimate_method_memory(method, task)[0]
+        + _strikes(task, method, settings),
         rounds=settings.rounds,
         reads=_expected_reads(method, task),
     )
@@ -610,8 +612,7 @@ def _forecast_run(
 ) -> _memory.Forecast:
     remembered, published = _memory.estimate_method_memory(method, task)
     judges = settings.acceptance_rules_for(method) is not None
-    if judges:  # a reputation has strikes of one byte and pauses of four, for each pair of clients
-        remembered += 5 * len(task) * task.population
+    remembered += _strikes(task, method, settings)
     elsewhere = task.population - len(task)
     reads = _expected_reads(method, task)
     free = settings.schedule == "asynchronous"
@@ -656,6 +657,17 @@ def _forecast_run(
         stored=stored,
         received=received,
     )
+
+
+def _strikes(task: Task, method: Method, settings: Settings) -> int:
+    """Return the most bytes that clients remember of peers whose models they refused.
+
+    Every client refused every model that it read, each time another peer's.
+    """
+    if settings.acceptance_rules_for(method) is None:
+        return 0
+    most = min(task.population - 1, math.ceil(_expected_reads(method, task) * settings.rounds))
+    return accepting.BYTES_OF_STRIKES * len(task) * most
 
 
 def _expected_reads(method: Method, task: Task) -> float:

@@ -39,7 +39,7 @@ class Judge:
 
 
 def reputation(first: float = 1e9, step: float = 0.0) -> Reputation:
-    start = Reputation.from_first_losses(torch.full((4,), first), 4)
+    start = Reputation.from_first_losses(torch.full((4,), first))
     return dataclasses.replace(start, step=torch.full((4,), step, dtype=torch.float64))
 
 
@@ -174,10 +174,10 @@ def test_quarantine_doubles_with_each_refusal_and_halves_with_each_acceptance():
     """Refused in rounds 0, 2 and 5 it is unread for 1, 2 and 4 rounds; accepted in 10 and refused in 11, for 4
     again.
     """
-    known, one = reputation(first=0.0), (0, 1)
+    known = reputation(first=0.0)
     unread = []
     for round in range(17):
-        if not bool(known.readable_members(round)[one]):
+        if 1 in known.unread_members(round)[0].tolist():
             unread.append(round)
             continue
         exchange = door(known, round=round)
@@ -186,19 +186,16 @@ def test_quarantine_doubles_with_each_refusal_and_halves_with_each_acceptance():
         assert bool(inbox.mask[0, 0]) == (round in (10, 16))
         known = exchange.finish_round({})[0]
     assert unread == [1, 3, 4, 6, 7, 8, 9, 12, 13, 14, 15]
-    assert known.readable_members(16)[0].tolist() == [True] * 4
+    assert known.unread_members(16)[0].tolist() == [-1]
     endless = reputation()
     for _ in range(100):
-        endless = endless.after_round(
-            0, torch.ones(4, 4, dtype=torch.bool), torch.zeros(4, 4, dtype=torch.bool)
-        )
+        endless = endless.after_round(0, IDS.expand(4, 4), IDS[:0].expand(4, 0))
     assert int(endless.until.max()) == 1 + 2**15
 
 
 def test_a_peer_in_quarantine_is_not_mixed_when_a_method_reads_it_all_the_same_nor_measured():
-    barred = torch.zeros(4, 4, dtype=torch.bool)
-    barred[0, 1] = True
-    known, judge = reputation().after_round(0, barred, ~barred), Judge()
+    barred = torch.tensor([[1], [-1], [-1], [-1]])
+    known, judge = reputation().after_round(0, barred, barred[:, :0]), Judge()
     exchange = door(known, round=1, judge=judge)
     assert pulled(exchange, [0.0, 0.0], [[0.0, 0.0]] * 3).mask[0].tolist() == [False, True, True]
     assert judge.scored == 2
@@ -241,3 +238,77 @@ def test_messages_without_models_are_checked_for_numbers_only():
 def test_rules_have_ranges(rules, told):
     with pytest.raises(ConfigError, match=told):
         Acceptance(**rules)
+
+
+@dataclasses.dataclass
+class StrikesOfPairs:
+    """Strikes and pauses of all pairs: the reference."""
+
+    strikes: torch.Tensor
+    until: torch.Tensor
+
+    def after_round(self, round, refused, accepted):
+        good = accepted & ~refused
+        strikes = (self.strikes + refused.int() - good.int()).clamp(0, 16)
+        pause = 2 ** (strikes - 1).clamp(min=0)
+        return StrikesOfPairs(strikes, torch.where(refused, round + 1 + pause, self.until))
+
+
+def masked(ids: torch.Tensor, population: int) -> torch.Tensor:
+    out = torch.zeros(len(ids), population, dtype=torch.bool)
+    for row, members in enumerate(ids.tolist()):
+        out[row, [member for member in members if member >= 0]] = True
+    return out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_strikes_of_those_that_have_some_are_those_of_all_pairs(monkeypatch, seed):
+    """Of 40 rounds of eight clients that judge up to six slots each, also of one member in two exchanges."""
+    monkeypatch.setattr("coterie.exchange.accepting._ROWS_AT_ONCE", 3)
+    clients, population, draw = 8, 12, torch.Generator().manual_seed(seed)
+    ours = Reputation.from_first_losses(torch.zeros(clients, dtype=torch.float64))
+    zero = torch.zeros(clients, population, dtype=torch.int64)
+    reference, widest = StrikesOfPairs(zero, zero), 0
+    for round in range(40):
+        read = torch.randint(-1, population, (clients, 6), generator=draw)
+        fine = torch.rand(clients, 6, generator=draw) < 0.7
+        # Some clients take no part.
+        rows = (torch.rand(clients, generator=draw) < 0.8).nonzero().flatten()
+        refused, accepted = read.masked_fill(fine, -1)[rows], read.masked_fill(~fine, -1)[rows]
+        ours = ours.replace_rows(rows, ours.take_rows(rows).after_round(round, refused, accepted))
+        of_rows = StrikesOfPairs(reference.strikes[rows], reference.until[rows])
+        of_rows = of_rows.after_round(
+            round, masked(refused, population), masked(accepted, population)
+        )
+        reference = StrikesOfPairs(
+            reference.strikes.index_copy(0, rows, of_rows.strikes),
+            reference.until.index_copy(0, rows, of_rows.until),
+        )
+        spread = torch.zeros(clients, population, dtype=torch.int64)
+        for row in range(clients):
+            members = [one for one in ours.members[row].tolist() if one >= 0]
+            assert members == sorted(set(members))
+            spread[row, members] = ours.strikes[row, : len(members)].long()
+        assert torch.equal(spread, reference.strikes)
+        for later in (round + 1, round + 2, round + 5):
+            unread = masked(ours.unread_members(later), population)
+            assert torch.equal(unread, reference.until > later)
+        assert ours.members.shape[1] == int((ours.members >= 0).sum(1).max()), "no wider"
+        widest = max(widest, ours.members.shape[1])
+    assert 2 < widest < population
+
+
+def test_groups_of_clients_are_joined_with_the_columns_of_the_widest():
+    first = torch.zeros(2, dtype=torch.float64)
+    nobody = torch.full((2, 1), -1)
+    wide = Reputation.from_first_losses(first).after_round(
+        0, torch.tensor([[3, 1], [2, -1]]), nobody
+    )
+    both = Reputation.join_rows([Reputation.from_first_losses(first), wide])
+    assert both.members.tolist() == [[-1, -1], [-1, -1], [1, 3], [2, -1]]
+    assert both.strikes.tolist() == [[0, 0], [0, 0], [1, 1], [1, 0]]
+    assert both.until.tolist() == [[0, 0], [0, 0], [2, 2], [2, 0]]
+    assert wide.list_new_terms(Reputation.from_first_losses(first)) == [
+        (0, 1, 2), (0, 3, 2), (1, 2, 2),
+    ]  # fmt: skip
+    assert not wide.list_new_terms(wide)

@@ -1,5 +1,7 @@
 """What all methods share: cohorts, and running statistics in an exchange."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -116,3 +118,24 @@ def test_slots_of_members_out_of_reach_are_emptied_as_by_the_mask_of_all_pairs(b
         [-1, -1, 4], [0, -1, -1], [-1, 3, -1], [-1 if by_client else 1, -1, 4], [3, 0, 1],
     ]  # fmt: skip
     assert torch.equal(found, selection.keep_allowed(peers, rnd.candidates))
+
+
+def test_members_in_quarantine_are_out_of_reach_of_those_that_refused_them_alone(many):
+    """Client 1 does not read 0 and 4; nobody reads 2, which is away."""
+    reachable = torch.tensor([True, True, False, True, True, True])
+    rnd = a_round(6, list(range(6)), reachable=reachable)
+    unread = torch.full((6, 2), -1)
+    unread[1] = torch.tensor([4, 0])
+    barred = replace(rnd, unread=unread)
+    expected = rnd.candidates
+    expected[1, [0, 4]] = False
+    assert torch.equal(barred.candidates, expected)
+    assert torch.equal(barred.candidates_of(torch.tensor([1])), expected[1:2])
+    assert barred.readable_by(torch.tensor([0, 2])).ndim == 1, "one row where all read the same"
+    everybody = torch.arange(6).expand(6, -1)
+    assert torch.equal(barred.keep_candidates(everybody) >= 0, expected)
+    assert sorted(draw_peers_uniformly(barred, 5)[1].tolist()) == [-1, -1, -1, 3, 5]
+    without = [row for row in range(6) if row != 1]
+    assert torch.equal(
+        draw_peers_uniformly(barred, 2)[without], draw_peers_uniformly(rnd, 2)[without]
+    )

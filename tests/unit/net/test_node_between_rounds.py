@@ -322,8 +322,11 @@ def test_the_models_that_a_round_refused_are_written_down_before_its_checkpoint(
         end_round=lambda index: recorded.append(index),
     )
     monkeypatch.setattr(node.loop.record, "list_refused", lambda index: [(0, 4)])
-    before = Reputation.from_first_losses(torch.zeros(1, dtype=torch.float64), 6)
-    after = replace(before, until=torch.tensor([[0, 0, 9, 0, 0, 0]], dtype=torch.int32))
+    start = Reputation.from_first_losses(torch.zeros(1, dtype=torch.float64))
+    nobody = torch.zeros(1, 0, dtype=torch.int64)
+    # Member 5 was refused before, and its term is no news.
+    before = start.after_round(6, torch.tensor([[5]]), nobody)
+    after = before.after_round(7, torch.tensor([[2]]), nobody)
     reputations = iter([None, before, after, after])
     monkeypatch.setattr(Node, "_reputation", property(lambda self: next(reputations)))
     node._write_down(3, None)

@@ -16,7 +16,7 @@ from coterie.methods.base import PeerMethod
 from coterie.models.layout import resolve_model
 from coterie.rng import Rng
 from coterie.runtime.task import make_task
-from coterie.simulation import _memory
+from coterie.simulation import _memory, run
 from coterie.testing import tiny_federation
 from coterie.testing.tiny import build_task
 
@@ -234,6 +234,20 @@ def test_100_000_clients_of_pens_were_refused_and_fit():
     _memory.check_forecast(forecast(_estimate_for(METHODS["pens"](), 100_000)), "cpu", 8 << 30)
     with pytest.raises(ConfigError, match=r"149\.0 GiB for what the method remembers"):
         _memory.check_forecast(forecast(8 * 10**10), "cpu", 24 << 30)
+
+
+@pytest.mark.parametrize(("rounds", "struck"), [(2, 10), (100, 39)])
+def test_acceptance_is_told_by_who_can_be_refused(monkeypatch, rounds, struck):
+    """Nine bytes for each of five peers a round, or for all others; a block's driver has them too."""
+    asked = []
+    monkeypatch.setattr(_memory, "check_forecast", lambda wanted, *_: asked.append(wanted.memory))
+    federation, method = tiny_federation(40), METHODS["random"]()
+    for settings in (Settings(rounds=rounds), Settings(rounds=rounds, acceptance=True)):
+        task = make_task(federation, method, "linear", settings)
+        run.check_memory(task, federation, method, settings)
+        run.check_driver_memory(task, federation, method, settings)
+    for without, judging in zip(asked[:2], asked[2:], strict=True):
+        assert judging - without == 2 * 9 * 40 * struck
 
 
 def _memory_source(federation):
