@@ -218,8 +218,10 @@ def section(folder: Path, deviations: counting.SeedDeviations | None = None) -> 
         deviations: how far seeds move numbers; those of this study when not given.
     """
     result = compare.load_result(folder)
-    comparison = None if result.experiment is None else compare.compare_with_paper(result)
     origin = json.loads((folder / "origin.json").read_text())
+    withdrawn = find_withdrawal(folder)
+    is_beside = result.experiment is not None and not withdrawn
+    comparison = compare.compare_with_paper(result) if is_beside else None
     cores = f"{origin['machine']['cores']} {origin['machine']['machine']} cores"
     if "elapsed_s" in origin:
         took = f"{origin['elapsed_s']:,.0f} s elapsed on {cores}, one thread a run"
@@ -250,6 +252,8 @@ def section(folder: Path, deviations: counting.SeedDeviations | None = None) -> 
         tables = _tables.build_paper_tables(unordered, deviations, compact=True)
         # What the numbers come to is said before they are shown.
         parts.append(f"{tables[0].foot} {describe_orders(comparison)}".strip())
+    if withdrawn:
+        parts.append(f"**Withdrawn: not compared with the paper until it runs again.** {withdrawn}")
     parts += ["\n".join(f"* {note}" for note in missing)] if missing else []
     if notes.exists():
         parts.append(wrap(filled(notes.read_text().strip(), folder)))
@@ -268,6 +272,12 @@ def section(folder: Path, deviations: counting.SeedDeviations | None = None) -> 
     title = tables[0].title.removeprefix(f"{result.study.name} ")
     parts.append(fold(f"Numbers {title}", "\n\n".join(shown)))
     return "\n\n".join(parts) + "\n"
+
+
+def find_withdrawal(folder: Path) -> str:
+    """Return why a stored study is no longer compared with its paper; "" where it is."""
+    # Written by hand into origin.json; storing the study again removes it.
+    return json.loads((folder / "origin.json").read_text()).get("withdrawn", "")
 
 
 def describe_orders(comparison: compare.PaperComparison) -> str:
@@ -461,7 +471,7 @@ def pages() -> dict[Path, str]:
     """Return the pages by path."""
     folders = sorted(path.parent for path in STORED.glob("*/*/origin.json"))
     folders = [folder for folder in folders if not folder.name.endswith("-trials")]
-    results = [compare.load_result(one) for one in folders]
+    results = [compare.load_result(one) for one in folders if not find_withdrawal(one)]
     beside = [compare.compare_with_paper(one) for one in results if one.experiment is not None]
     deviations = counting.SeedDeviations.measure(beside)
     counted = [coverage_table(results, deviations), bias_table(results, deviations)]

@@ -186,11 +186,15 @@ def read_csv(path: Path) -> list[dict[str, str]]:
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
+def withdrawn(folder: Path) -> str:
+    return json.loads((folder / "origin.json").read_text()).get("withdrawn", "")
+
+
 def recount() -> list[dict]:
     """Every number of a paper that is beside a stored one, with its verdict."""
     found = []
     for path in sorted((ROOT / "docs/reference/runs").glob("*/*/summary.json")):
-        if path.parent.name.endswith("-trials"):
+        if path.parent.name.endswith("-trials") or withdrawn(path.parent):
             continue
         study = tomllib.loads((path.parent / "config.toml").read_text())
         source, _, experiment = study.get("paper", study["name"]).partition("/")
@@ -370,3 +374,17 @@ def test_orders_that_are_not_the_paper_s_are_named_with_their_numbers():
     )
     assert "Not in" not in reproduction.describe_orders(make_comparison(("a", "b", 0.3)))
     assert reproduction.describe_orders(make_comparison()) == ""
+
+
+def test_a_study_that_is_withdrawn_is_not_counted_and_its_part_says_why(counted):
+    """All of FedGWC's that repeat its tables: their test sets held classes that clients never train on."""
+    folders = [path.parent for path in (ROOT / "docs/reference/runs").glob("*/*/origin.json")]
+    found = {f"{one.parent.name}/{one.name}": withdrawn(one) for one in folders if withdrawn(one)}
+    assert len(found) == 7
+    assert {name.split("/")[0] for name in found} == {"fedgwc"}
+    assert not {one["study"] for one in counted} & set(found)
+    page = (ROOT / "docs/reference/reproduction/fedgwc.md").read_text()
+    for name, why in found.items():
+        part = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        assert f"**Withdrawn: not compared with the paper until it runs again.** {why}" in part
+        assert " / " not in " ".join(line for line in part.splitlines() if line.startswith("|"))
