@@ -10,9 +10,11 @@ it is missing). No number of the tables is typed.
 """
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +189,43 @@ def whole_runs(results: Rows) -> TextTable:
     return TextTable("", head, rows, foot)
 
 
+MILLION, MACHINE = 1_000_000, 24
+"""Clients of the paper run, and GiB of the machine that measurements were made on."""
+
+
+def million(results: Rows) -> TextTable:
+    """Return the table of populations, and below it what a million clients would take by its slopes.
+
+    Of each model the two largest populations give a line; what is beyond them was not run.
+    """
+    names = {
+        "seconds a round": "s a round",
+        "peak memory, GiB": "GiB",
+        "checkpoint, MB": "MB of a checkpoint",
+        "report, s": "s of the report",
+        "report, MB": "MB of the report",
+    }
+    foot = [
+        "**A million by measured pieces.** No run had a million clients. Each model's two largest populations give a line, "
+        f"and this is where it is at {MILLION:,}:"
+    ]
+    for model in dict.fromkeys(row["model"] for row in results):
+        own = [row for row in results if row["model"] == model]
+        small, large = sorted(own, key=lambda row: row["clients"])[-2:]
+        at, parts = {}, []
+        for key, unit in names.items():
+            slope = (large[key] - small[key]) / (large["clients"] - small["clients"])
+            at[key] = large[key] + slope * (MILLION - large["clients"])
+            parts.append(f"{number(at[key])} {unit}")
+        machines = math.ceil(at["peak memory, GiB"] / MACHINE)
+        fits = "one machine" if machines == 1 else f"blocks on {machines} machines or more"
+        foot.append(f"* {model}: {', '.join(parts)}. That takes {fits}, of {MACHINE} GiB.")
+    return replace(plain(results), foot="\n".join([foot[0], "", *foot[1:]]))
+
+
 TABLES: dict[str, Callable[[Rows], TextTable]] = {
     "engines": engines, "thousand": engines, "machine": engines, "models": models, "models-avx512": models,
-    "network": exchanges, "short-runs": whole_runs, "whole-runs": whole_runs,
+    "network": exchanges, "population-table": million, "short-runs": whole_runs, "whole-runs": whole_runs,
 }  # fmt: skip
 
 

@@ -2,14 +2,17 @@
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from tests.selection import first_only, full, one_of_each_family
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from coterie.cluster import blocks
 from coterie.cluster.blocks import BlockDied, BlockSpec, ThreadBlocks, simulate_in_blocks
@@ -91,6 +94,61 @@ def compare(folder: Path, kind: str, splits: Sequence[Any], **changes: Any) -> R
 @pytest.mark.parametrize("kind", one_of_each_family([*sorted(METHODS), "dac with tables"]))
 def test_every_method_ends_with_the_bytes_of_one_process(tmp_path: Path, kind: str):
     compare(tmp_path, kind, [[1, 4, 1]], **HARD, engine="loop")
+
+
+class LargestStorage(TorchDispatchMode):
+    """Notes the largest storage, in bytes, that any operation reads or writes; one in each thread."""
+
+    def __init__(self, seen: list[int]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for one in tree_leaves((args, kwargs, out)):
+            if isinstance(one, torch.Tensor):
+                self.seen.append(one.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:the vmap engine is used")
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        ({"table": 16, "similarity": "cos_weight"}, True),
+        ({"table": 16, "similarity": "cos_weight", "sketch": 8, "num_candidates": 6}, True),
+        full({"table": 16, "explore": 1}, True),
+        # What the test would notice: a memory of all pairs.
+        ({"similarity": "cos_weight"}, False),
+    ],
+)
+def test_with_tables_nothing_holds_a_byte_for_each_pair(
+    tmp_path: Path, changes: dict[str, Any], fits: bool
+):
+    """1,000 clients in two blocks: no tensor of a block or of the driver has 500 x 1,000 bytes."""
+    clients, seen, make = 1000, list[int](), cast(Any, METHODS["dac"])
+
+    @contextmanager
+    def start(given: Iterable[BlockSpec]) -> Iterator[ThreadBlocks]:
+        with ThreadBlocks.start(given) as crew:
+            before = crew._pool
+            crew._pool = ThreadPoolExecutor(2, initializer=LargestStorage(seen).__enter__)
+            yield crew
+            before.shutdown()
+
+    with LargestStorage(seen):
+        run = simulate_in_blocks(
+            tiny_federation(clients, 4, train=4, validation=2),
+            make(num_peers=2, **changes),
+            model=lambda: nn.Linear(4, 3),
+            settings=tiny_settings(rounds=2, engine="vmap", check=False),
+            folder=tmp_path / "run",
+            blocks=2,
+            start=start,
+        )
+    assert len(run.params) == clients
+    assert len(seen) > 1000
+    assert (max(seen) < clients // 2 * clients) == fits
 
 
 def some(*more: str) -> list[Any]:

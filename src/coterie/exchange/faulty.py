@@ -19,6 +19,8 @@ from coterie.exchange.base import (
 from coterie.exchange.in_memory import InMemory
 from coterie.rng import Rng
 
+_ROWS_AT_ONCE = 32  # readers of which draws are there at a time
+
 
 class Faulty(ExchangeWrapper[InMemory]):
     """A wrapper of another exchange that drops, delays and duplicates messages.
@@ -61,8 +63,14 @@ class Faulty(ExchangeWrapper[InMemory]):
             # Streams are keyed: a draw that is left out changes no other.
             if chance == 0:
                 return torch.zeros_like(inbox.mask)
-            draws = self._rng.uniform(f"faults.{kind}.{number}", own, self.inner.population)
-            return (draws.gather(1, column) < chance) & inbox.mask
+            found = []
+            # A few rows at a time: a draw for each pair of a large population fits no memory.
+            for rows in torch.arange(len(own)).split(_ROWS_AT_ONCE):
+                draws = self._rng.uniform(
+                    f"faults.{kind}.{number}", own[rows], self.inner.population
+                )
+                found.append(draws.gather(1, column[rows]) < chance)
+            return torch.cat(found) & inbox.mask
 
         late = draw_faults("delay", self.delay)
         # A message is at most one round late: the newest one replaces it.

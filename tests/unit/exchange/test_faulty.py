@@ -83,3 +83,22 @@ def test_a_message_of_another_form_is_no_earlier_one_of_an_exchange():
         assert not first.bytes.any()
         (second,) = pulled(exchange, 1, 0.5)
         assert torch.equal(second.field_by_slot("samples"), ASKED + 0.25)
+
+
+def test_faults_of_many_readers_are_drawn_a_few_rows_at_a_time(monkeypatch):
+    """75 readers lose what one draw of all pairs says; no draw has more than 32 rows of the 75."""
+    ids, rows, whole = torch.arange(75), list[int](), Rng.uniform
+    expected = whole(Rng(0).at_round(0), "faults.drop.0", ids, 75)
+
+    def note(self: Rng, purpose: str, of: torch.Tensor, size: int) -> torch.Tensor:
+        rows.append(len(of))
+        return whole(self, purpose, of, size)
+
+    monkeypatch.setattr(Rng, "uniform", note)
+    exchange = Faulty(InMemory(ids, 75), drop=0.5)
+    exchange.begin_round(Rng(0).at_round(0))
+    exchange.set_active(ids)
+    asked = (ids[:, None] + torch.arange(1, 6)) % 75
+    inbox = exchange.pull(Message(ids[:, None].double()), asked)
+    assert torch.equal(inbox.mask, expected.gather(1, asked) >= 0.5)
+    assert rows == [32, 32, 11]

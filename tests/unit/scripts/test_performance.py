@@ -104,3 +104,27 @@ def test_a_population_is_compared_with_the_first_of_its_own_pass():
     )
     assert (small["report, s"], large["report, s"]) == (3.0, 4.0)
     assert (large[name], large["from"], large["to"]) == (1.375, 1.25, 1.5)
+
+
+def test_a_million_clients_are_on_the_line_through_the_two_largest_populations(made):
+    """A line by hand: 1 + 2e-5 a client is 3 at 100,000 and 21 at a million; a small population is not in it."""
+    line = {
+        "seconds a round": (9.0, 1.2, 3.0),
+        "peak memory, GiB": (9.0, 3.0, 12.0),  # 1e-4 a client: 102 at a million, five machines
+        "checkpoint, MB": (9.0, 7.0, 7.0),
+        "report, s": (9.0, 1.0, 10.0),  # 1e-4: 100
+        "report, MB": (9.0, 1.0, 1.9),  # 1e-5: 10.9
+    }
+    rows = [
+        {"model": "net", "clients": clients, **{name: each[place] for name, each in line.items()}}
+        for place, clients in ((2, 100_000), (0, 1000), (1, 10_000))
+    ]
+    table = made["million"](rows)
+    assert len(table.rows) == 3
+    (found,) = [part for part in table.foot.split("\n") if part.startswith("* net")]
+    assert found == (
+        "* net: 21 s a round, 102 GiB, 7 MB of a checkpoint, 100 s of the report, 10.9 MB of the "
+        "report. That takes blocks on 5 machines or more, of 24 GiB."
+    )
+    small = [row | {"peak memory, GiB": 1.0} for row in rows]
+    assert "That takes one machine, of 24 GiB." in made["million"](small).foot
