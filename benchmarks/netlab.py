@@ -44,6 +44,20 @@ lr = 0.003
 [[methods]]
 {method}
 """
+FIREWALL = """
+table inet firewall {{
+    chain from_outside {{
+        type filter hook input priority 0; policy drop;
+        iif lo accept
+        ct state established,related accept
+    }}
+    chain to_outside {{
+        type filter hook output priority 0; policy drop;
+        oif lo accept
+        ip daddr {way} accept
+    }}
+}}
+"""
 Result = dict[str, Any]
 Emit = Callable[[Result], None]
 
@@ -222,6 +236,11 @@ class Bridges:
     def inside(self, number: int) -> list[str]:
         """Return the command that puts another into a node's namespace."""
         return ["ip", "netns", "exec", self._spaces[number]]
+
+    def close_door(self, number: int, way: str) -> None:
+        """Let no connection into a node's namespace, and out of it only to one address."""
+        rules = FIREWALL.format(way=way)
+        subprocess.run([*self.inside(number), "nft", "-f", "-"], check=True, input=rules, text=True)
 
     def plug(self, number: int, state: str) -> None:
         """Pull ("down") or replug ("up") a node's cable."""

@@ -1,11 +1,15 @@
 """Six nodes as processes with mutual TLS, and the simulation with the same seed: the same peers, the same models?"""
 
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import netlab
 import pandas as pd
-from web_proxy import WebProxy
+import web_proxy
 
 from coterie.net import fleet
 from coterie.net.process import ALONE
@@ -28,6 +32,7 @@ METHODS = {
     "fedgwc": 'kind = "fedgwc"',
 }
 NODES, ROUNDS = 6, 8
+OUTBOUND, RELAY, KILLS = range(2, 8), "relay-0", 5
 NETWORK = {"deadline": 60.0, "start": 180.0, "linger": 30.0}
 
 
@@ -63,9 +68,7 @@ def compare(nodes: list[Path], simulated: Path) -> netlab.Result:
     }
 
 
-def run_nodes(
-    place: Path, study, port: int, kill: str | None = None, proxy: str = "", outbound=()
-) -> list[str]:
+def run_nodes(place: Path, study, port: int, kill: str | None = None) -> list[str]:
     """Run all nodes to their end.
 
     Args:
@@ -73,14 +76,8 @@ def run_nodes(
         study: of one run.
         port: of the first node.
         kill: a node that is killed after two rounds and started again.
-        proxy: by which all dial.
-        outbound: numbers of the nodes that only dial out; they have a relay.
     """
-    files = fleet.lay_out(
-        place, study, port=port, network={**NETWORK, "proxy": proxy}, outbound=outbound,
-        relays=min(1, len(outbound)),
-    )  # fmt: skip
-    relays = {path.stem: path for path in place.glob("relay-*.toml")}
+    files = fleet.lay_out(place, study, port=port, network=NETWORK)
     (place / "logs").mkdir()
     pending = {kill} if kill else set()
 
@@ -89,8 +86,8 @@ def run_nodes(
             pending.clear()
             nodes.processes[name].kill()
 
-    with fleet.Fleet({**files, **relays}, logs=place / "logs", listener=listen) as nodes:
-        for name in (*relays, *files):
+    with fleet.Fleet(files, logs=place / "logs", listener=listen) as nodes:
+        for name in files:
             nodes.start(name)
         if kill:
             nodes.processes[kill].wait(300)
@@ -114,21 +111,72 @@ def parity(emit: netlab.Emit, folder: Path, chosen: list[str], port: int = 27000
               "seconds": round(time.perf_counter() - began, 1)})  # fmt: skip
 
 
-def behind(emit: netlab.Emit, folder: Path, chosen: list[str], port: int = 27400) -> None:
-    """Run every method between eight nodes, of which six only dial out, by one proxy and one relay."""
-    for number, method in enumerate(chosen or METHODS):
-        place, began = folder / f"behind-{number}", time.perf_counter()
-        study = netlab.study_of(METHODS[method], clients=8, rounds=ROUNDS)
-        with WebProxy(port + 11 * number + 10) as proxy:
-            names = run_nodes(
-                place, study, port + 11 * number, proxy=proxy.url, outbound=range(2, 8)
-            )
-        run_study(study, out=place / "simulated")
-        nodes = [netlab.folder_of(place / "nodes" / name, study) for name in names]
-        found = compare(nodes, netlab.folder_of(place / "simulated", study))
-        emit({"method": method, "nodes": 8, "only dial out": 6, "rounds": ROUNDS, **found,
-              "dialed by the proxy": len(set(proxy.asked)),
-              "seconds": round(time.perf_counter() - began, 1)})  # fmt: skip
+def behind(emit: netlab.Emit, folder: Path, chosen: list[str], port: int = 7447) -> None:
+    """Run every method between eight machines, of which six only dial out, by one proxy and one relay.
+
+    Their firewalls let nothing in, and out to the proxy alone. The relay is killed and started again
+    after each of the first rounds.
+    """
+    with netlab.bridges(10) as net:
+        *hosts, proxy = net.hosts
+        for number in OUTBOUND:
+            net.close_door(number, proxy)
+        for number, method in enumerate(chosen or METHODS):
+            place, began = folder / f"behind-{number}", time.perf_counter()
+            study = netlab.study_of(METHODS[method], clients=8, rounds=ROUNDS)
+            place.mkdir()
+            serve = [sys.executable, str(Path(web_proxy.__file__)), proxy, "3128"]
+            with (place / "proxy.log").open("wb") as log:
+                server = subprocess.Popen([*net.inside(9), *serve], stdout=log)
+            try:
+                names = run_behind(place / "fleet", study, net, hosts, port)
+            finally:
+                server.kill()
+                server.wait()
+            run_study(study, out=place / "simulated")
+            nodes = [netlab.folder_of(place / "fleet/nodes" / name, study) for name in names]
+            found = compare(nodes, netlab.folder_of(place / "simulated", study))
+            asked = (place / "proxy.log").read_text().splitlines()
+            emit({"method": method, "nodes": 8, "only dial out": len(OUTBOUND), "rounds": ROUNDS, **found,
+                  "dialed by the proxy": len(set(asked)), "relay killed": KILLS,
+                  "seconds": round(time.perf_counter() - began, 1)})  # fmt: skip
+
+
+def run_behind(
+    place: Path, study, net: netlab.Bridges, hosts: Sequence[str], port: int
+) -> list[str]:
+    """Run eight nodes and a relay in namespaces; those behind firewalls dial by the proxy of the tenth."""
+    network = {**NETWORK, "deadline": 240.0, "proxy": "environment", "min_peers": 7, "slow": 0.0}
+    files = fleet.lay_out(
+        place, study, port=port, hosts=hosts, network=network, outbound=OUTBOUND, relays=1
+    )
+    (place / "logs").mkdir()
+    reached = threading.Semaphore(0)
+    rounds = set[int]()
+
+    def listen(name: str, event) -> None:
+        if (
+            event["event"] == "round"
+            and event["round"] in range(KILLS)
+            and event["round"] not in rounds
+        ):
+            rounds.add(event["round"])
+            reached.release()
+
+    inside = {name: net.inside(number) for number, name in enumerate([*files, RELAY])}
+    for number in OUTBOUND:
+        inside[list(files)[number]] += ["env", f"https_proxy=http://{net.hosts[9]}:3128"]
+    all_files = {**files, RELAY: place / f"{RELAY}.toml"}
+    with fleet.Fleet(all_files, logs=place / "logs", listener=listen, behind=inside) as nodes:
+        for name in all_files:
+            nodes.start(name)
+        for _ in range(KILLS):
+            assert reached.acquire(timeout=300), "no further round"
+            nodes.kill(RELAY)
+            nodes.start(RELAY)
+        statuses = {name: nodes.processes[name].wait(900) for name in files}
+    assert set(statuses.values()) == {0}, statuses
+    return list(files)
 
 
 def replays(emit: netlab.Emit, folder: Path, port: int = 27200) -> None:

@@ -1,28 +1,37 @@
-"""An HTTP proxy that makes connections by CONNECT and nothing else, as those of many sites."""
+"""An HTTP proxy that makes connections by CONNECT and nothing else, as those of many sites.
+
+python benchmarks/web_proxy.py HOST PORT     until it is stopped; prints what it is asked for
+"""
 
 import base64
 import socket
+import sys
 import threading
 from contextlib import suppress
 
 
 class WebProxy:
-    """Listens on a port of 127.0.0.1 until it is closed.
+    """Listens on a port until it is closed.
 
     Args:
         port: to listen on.
         names: the addresses behind host names that it alone knows.
         refused: ports to which it makes no connection.
         user: "name:password" that it demands.
+        host: the address to listen on.
+        say: called with each request.
     """
 
-    def __init__(self, port: int, names=None, refused=(), user: str = "") -> None:
+    def __init__(
+        self, port: int, names=None, refused=(), user: str = "", host="127.0.0.1", say=None
+    ) -> None:
         self.names, self.refused, self.user = dict(names or {}), set(refused), user
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{host}:{port}"
         self.asked: list[str] = []
+        self._say = say or self.asked.append
         self.seen = bytearray()  # what clients sent through it
         self._open: set[socket.socket] = set()
-        self._server = socket.create_server(("127.0.0.1", port))
+        self._server = socket.create_server((host, port))
         threading.Thread(target=self._serve, daemon=True).start()
 
     def __enter__(self) -> "WebProxy":
@@ -57,7 +66,7 @@ class WebProxy:
                 head += piece
             lines = head.decode("latin-1").split("\r\n")
             method, target, _ = lines[0].split(" ")
-            self.asked.append(f"{method} {target}")
+            self._say(f"{method} {target}")
             host, _, port = target.rpartition(":")
             word = "Basic " + base64.b64encode(self.user.encode()).decode()
             given = [
@@ -88,3 +97,8 @@ class WebProxy:
                 sink.sendall(piece)
         with suppress(OSError):
             sink.shutdown(socket.SHUT_WR)
+
+
+if __name__ == "__main__":
+    with WebProxy(int(sys.argv[2]), host=sys.argv[1], say=lambda line: print(line, flush=True)):
+        threading.Event().wait()

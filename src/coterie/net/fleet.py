@@ -183,7 +183,7 @@ def lay_out(
         folder: the folder of these files.
         study: a study of one run, with a [data] table; one node per client.
         port: port of the first node, below 32768; the others follow.
-        hosts: an address for each node; loopback by default.
+        hosts: an address for each node, then for each relay; loopback by default.
         network: the [network] table of every node.
         days: validity of the certificates.
         data_dir: the folder of the study's datasets.
@@ -203,14 +203,15 @@ def lay_out(
         )
     # With a leading zero, so that logs and folders are listed in the order of the clients.
     names = [f"node-{i:02d}" for i in range(population)]
-    hosts = hosts or ["127.0.0.1"] * population
+    hosts = hosts or ["127.0.0.1"] * (population + relays)
     addresses = [f"{hosts[i]}:{port + i}" for i in range(population)]
     for i in outbound:
         addresses[i] = OUTBOUND
     members = tuple(Member(n, addresses[i], (i,)) for i, n in enumerate(names))
     others = []
     for i in range(relays):
-        others.append(Member(f"relay-{i}", f"127.0.0.1:{port + population + i}", ()))
+        number = population + i
+        others.append(Member(f"relay-{i}", f"{hosts[number]}:{port + number}", ()))
     truth = federation.truth.cluster.tolist() if federation.truth is not None else []
     server = names[0] if plan.method.server else ""
     who = Roster(

@@ -488,6 +488,8 @@ class GrpcTransport(GrpcRun, GrpcServer):
     def _note_contact(self, peer: str) -> None:
         """Note that a member has asked something: it can be dialed now, if it could not before."""
         self._away.pop(peer, None)
+        # What a relay said of it before is over.
+        self._tunnels.away.discard(peer)
         link = self._links.get(peer)
         if link is not None and not link.calls and link.channel.get_state() is _FAILED:
             self.start_task(self._redial(peer))

@@ -38,7 +38,9 @@ from coterie.net.roster import Member, Roster
 
 CONNECT = 5.0
 """Seconds for a member to call back, and for one that has just lost its stream to open it again."""
-_SETTLE = 10.0  # seconds in which streams that were lost, or this process, come back
+SETTLE = 10.0
+"""Seconds in which members whose stream ended may open it again, and all of them at a relay that
+has just started: twice the longest pause between their tries."""
 _FLUSH = 5.0  # seconds for what is on its way when one side has ended
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # not in its stubs
 _PAUSES = (0.5, 5.0)  # seconds between two tries to open a stream: at first, and at most
@@ -193,6 +195,7 @@ class Switchboard:
         self._streams: dict[str, asyncio.Queue[bytes]] = {}
         self._awaited: dict[str, tuple[str, asyncio.Future[HandlerEnd]]] = {}
         self._changes: dict[str, RateLimit] = {}
+        self._began = began
         # When each stream ended, or could first have been opened.
         self._ended: dict[str, float] = defaultdict(lambda: began)
         self._opened = asyncio.Condition()
@@ -234,7 +237,7 @@ class Switchboard:
         waiting.set_result(end)
         await end.over.wait()
 
-    async def call_up(self, member: str, wait: float = CONNECT) -> HandlerEnd | None:
+    async def call_up(self, member: str, wait: float = SETTLE) -> HandlerEnd | None:
         """Return the end of a new tunnel to a member; None when it does not call back.
 
         Args:
@@ -242,12 +245,15 @@ class Switchboard:
             wait: seconds to wait for one whose stream has just ended, to open it again.
         """
         number, waiting = secrets.token_hex(16), asyncio.get_running_loop().create_future()
-        recent = time.monotonic() - self._ended[member] < _SETTLE
-        if member not in self._streams and not (recent and wait):
+        now = time.monotonic()
+        left = self._ended[member] + SETTLE - now
+        if member not in self._streams and not (left > 0 and wait):
             return None
+        # Its first tries follow quickly. Who found no relay for a while tries again less often.
+        longest = left if self._ended[member] == self._began else CONNECT
         end = None
         try:
-            async with asyncio.timeout(min(wait, CONNECT) if wait else None), self._opened:
+            async with asyncio.timeout(min(wait, longest) if wait else None), self._opened:
                 await self._opened.wait_for(lambda: member in self._streams)
             async with asyncio.timeout(CONNECT):
                 self._awaited[number] = member, waiting
@@ -389,7 +395,7 @@ class Tunnels:
     async def _open(self, peer: str) -> End | Missing:
         """Open a tunnel by the member's own stream to this node, or else by a relay."""
         relays = list(self._relays.items())
-        near = await self.switchboard.call_up(peer, 0.0 if relays else CONNECT)
+        near = await self.switchboard.call_up(peer, 0.0 if relays else SETTLE)
         if near is not None:
             self._by_relay.discard(peer)
             self.away.discard(peer)
@@ -400,7 +406,7 @@ class Tunnels:
         first = self._turn.get(peer, 0)
         order = [(first + step) % len(relays) for step in range(len(relays))]
         # All of them at once, and only then one that was just started, where the member may come.
-        waits = (0.0, CONNECT) if len(order) > 1 else (CONNECT,)
+        waits = (0.0, SETTLE) if len(order) > 1 else (SETTLE,)
         for wait, turn in itertools.product(waits, order):
             name, (_, channel) = relays[turn]
             self._turn[peer] = turn + 1

@@ -536,10 +536,23 @@ def test_a_node_that_fell_behind_goes_to_the_round_in_the_middle_of_the_others(
         name: SimpleNamespace(round=round, state=state) for name, (round, state) in rounds.items()
     }
     monkeypatch.setattr(node, "ask_heads", lambda names: heads)
-    for before, after in ((1, 5), (5, 5), (7, 7), (-1, -1)):
+    for before, after in ((1, 5), (3, 5), (5, 5), (7, 7), (-1, -1)):
         node.loop.next_round = before
         node._catch_up()
         assert node.loop.next_round == after
+
+
+@pytest.mark.parametrize(("method", "after"), [("random", 4), ("fedavg", 5)])
+def test_a_peer_one_round_behind_leaves_out_none_and_a_client_of_a_server_does(
+    networks, monkeypatch, method, after
+):
+    """Peers wait for its messages of that round, and theirs are there; the server has averaged without it."""
+    node = networks(method, rounds=20).node(1)
+    heads = {name: SimpleNamespace(round=5, state="running") for name in ("n0", "n2", "n3", "n4")}
+    monkeypatch.setattr(node, "ask_heads", lambda names: heads)
+    node.loop.next_round = 4
+    node._catch_up()
+    assert node.loop.next_round == after
 
 
 def test_a_deadline_has_room_for_three_usual_times_and_two_trainings(networks):

@@ -106,7 +106,7 @@ def test_a_message_is_asked_for_again_while_only_the_way_is_lost(tmp_path, port,
 
 @pytest.mark.full
 def test_a_member_that_is_gone_is_no_lost_way(tmp_path, port, stack, monkeypatch):
-    monkeypatch.setattr(tunnel, "_SETTLE", 0.5)
+    monkeypatch.setattr(tunnel, "SETTLE", 0.5)
     net = Net(stack, tmp_path, 2, port=port, outbound=(0, 1), relays=1)
     posts = net.posts()
     assert net.ask("n0", "n1") == b"n1 1"
@@ -202,6 +202,44 @@ def test_a_member_that_calls_back_when_nobody_waits_any_more_is_let_go():
         return asking.cancelled(), answering.done()
 
     assert asyncio.run(race()) == (True, True)
+
+
+def test_a_relay_that_has_just_started_waits_longer_for_members_than_for_one_that_has_left(
+    monkeypatch,
+):
+    """Members that found no relay for a while try again at longer and longer intervals."""
+    monkeypatch.setattr(tunnel, "CONNECT", 0.1)
+    monkeypatch.setattr(tunnel, "SETTLE", 20.0)
+
+    async def attach_late(board: Switchboard, pause: float) -> tuple[bool, float]:
+        """Open n1's stream after a pause; return whether a tunnel was wanted, and when that was over."""
+        began = time.monotonic()
+        asking = asyncio.create_task(board.call_up("n1"))
+        await asyncio.sleep(pause)
+        stream = board._streams["n1"] = asyncio.Queue()
+        async with board._opened:
+            board._opened.notify_all()
+        await asyncio.wait([asking])  # n1 never calls back
+        return not stream.empty(), time.monotonic() - began
+
+    async def compare() -> None:
+        fresh = Switchboard(lambda event, **details: None, time.monotonic())
+        wanted, seconds = await attach_late(fresh, 0.5)
+        assert wanted
+        assert seconds < 10
+        older = Switchboard(lambda event, **details: None, time.monotonic())
+        older._ended["n1"] = time.monotonic() + 0.001
+        assert await attach_late(older, 0.5) == (False, pytest.approx(0.5, abs=0.4))
+
+    asyncio.run(compare())
+
+
+def test_a_member_that_asks_is_not_away_whatever_a_relay_said_before(tmp_path, port, stack):
+    """Its relay may be gone since: then only the way to it is lost."""
+    net = Net(stack, tmp_path, 2, port=port, outbound=(0, 1), relays=1)
+    net.nodes["n0"]._tunnels.away.add("n1")
+    assert net.ask("n1", "n0") == b"n0 1"
+    until(lambda: not net.nodes["n0"]._tunnels.away)
 
 
 def test_a_node_that_leaves_opens_no_door_and_keeps_no_tunnel(tmp_path, port, stack, monkeypatch):
