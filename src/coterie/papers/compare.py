@@ -539,7 +539,7 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
         raise ConfigError(
             f"the study {result.study.name!r} names no published experiment; expected `paper` in "
             "its file, one of: "
-            f"{', '.join(sorted(numbers.EXPERIMENTS.values()))}"
+            f"{', '.join(sorted(set(numbers.EXPERIMENTS.values())))}"
         )
     published = numbers.load_published(experiment)
     by_row: dict[str, list[PublishedNumber]] = {}

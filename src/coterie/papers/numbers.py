@@ -64,6 +64,7 @@ EXPERIMENTS: dict[str, str] = {
     "panm/low-budget": "panm/panm_low_budget_cifar10_4c",
     # Studies of methods with a server have the names of their experiments.
     **{name: name for name in _SERVER_STUDIES},
+    "fedgwc/cifar100-published-labels": "fedgwc/cifar100-dirichlet",
 }
 """The published experiment that each built-in study repeats."""
 
