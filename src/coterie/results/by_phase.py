@@ -17,6 +17,7 @@ from coterie.results.stored_runs import StoredRun, compute_test_curve, group_by_
 
 WINDOW = 3
 """Rounds over which shares of reads are averaged: few, since clients read a few models a round."""
+_ABOVE_CHANCE = 1.25  # times the share of random reads, below which there is nothing to recover
 
 
 def summarize_phases(runs: Sequence[StoredRun], metric: str) -> list[dict[str, Any]]:
@@ -33,7 +34,8 @@ def summarize_phases(runs: Sequence[StoredRun], metric: str) -> list[dict[str, A
         over seeds of the latter. `moved` is the number of clients whose planted cluster changes at
         the beginning. Of methods that read peers, `share_before`, `share_begins` and `share` are
         the shares of reads within the reader's cluster in the last `WINDOW` rounds before the
-        phase, its first and its last ones; `recovered` has for each seed the rounds until the share
+        phase, its first and its last ones; of methods that find groups whose clients share a model,
+        the shares of pairs in a group that are of one cluster; `recovered` has for each seed the rounds until the share
         was what it was before, None where that did not happen (see `find_recovery`); `chance` is
         the share of random reads in the phase.
     """
@@ -83,6 +85,8 @@ def _measure_phase(
     if before is not None:
         found["moved"] = float((phases.select(first) != phases.select(before)).sum())
     share = graph.within_share(run.edges, phases)
+    if share.empty:
+        share = graph.within_share_of_groups(run.metrics, phases)
     found["share_begins"] = _mean_share(share, first, min(first + WINDOW - 1, last))
     found["share"] = _mean_share(share, max(first, last - WINDOW + 1), last)
     found["share_before"] = found["recovered"] = math.nan
@@ -157,6 +161,9 @@ def build_phase_rows(rows: Sequence[Mapping[str, Any]], metric: Metric) -> list[
 
 def _format_recovery(row: Mapping[str, Any]) -> str:
     """Format the rounds until reads recovered: the median of the seeds, and how many did."""
+    before = row["share_before"]
+    if before is not None and before < _ABOVE_CHANCE * row["chance"]:
+        return "at chance"
     reached = [one for one in row["recovered"] if one is not None]
     if not reached:
         return "no"
@@ -171,7 +178,8 @@ def describe_columns(metric: Metric) -> str:
     return (
         f"By phase: {metric.heading('test')} of the newest models on the test sets of the phase, "
         "after its first and its last round; the number of clients whose cluster changed; the "
-        f"share in % of reads from the own cluster, in the {WINDOW} rounds before the change, the "
-        f"first {WINDOW} and the last {WINDOW} of the phase (that of random reads); and rounds from "
-        "the change until that share was what it was before."
+        "share in % of reads from the own cluster, or of pairs that share a model and a cluster, "
+        f"in the {WINDOW} rounds before the change, the first {WINDOW} and the last {WINDOW} of "
+        "the phase (that of random reads); and rounds from the change until that share was what "
+        "it was before, unless it was that of chance."
     )

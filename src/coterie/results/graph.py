@@ -18,6 +18,7 @@ from scipy import sparse
 
 from coterie._util.mappings import number_items
 from coterie.errors import DataError, require
+from coterie.functional.metrics import LABEL
 from coterie.results.planted import PlantedPhases
 
 MOST_COMMUNITIES = 20
@@ -98,6 +99,34 @@ def within_share(
     same = truth.find(index, reader) == truth.find(index, read)
     inside = np.bincount(place, weights=same, minlength=len(rounds))
     return pd.Series(inside / pulls, index=rounds, dtype=float, name="within")
+
+
+def within_share_of_groups(metrics: pd.DataFrame, truth: PlantedPhases) -> pd.Series:
+    """Return the share of each round's pairs of clients in one group that have one planted cluster.
+
+    A method found the groups itself, and clients of one share a model. It says of them what
+    `within_share` says of reads.
+
+    Args:
+        metrics: the metrics table.
+        truth: the planted cluster of each client by round.
+
+    Returns:
+        By round, for those in which a method reported groups; NaN where no two clients share one.
+    """
+    rows = metrics[(metrics["split"] == "train") & (metrics["metric"] == LABEL.name)]
+    rows = rows[np.isfinite(rows["value"].to_numpy(float))]
+    index = rows["round"].to_numpy(np.int64)
+    planted = truth.find(index, rows["client"].to_numpy(np.int64))
+
+    def count_pairs(*columns: np.ndarray) -> pd.Series:
+        sizes = pd.DataFrame(np.stack(columns, axis=1)).value_counts()
+        return (sizes * (sizes - 1)).groupby(level=0).sum()
+
+    group = rows["value"].to_numpy(np.int64)
+    alike, all_pairs = count_pairs(index, group, planted), count_pairs(index, group)
+    # No pair is no share: pandas says so by NaN.
+    return (alike / all_pairs.where(all_pairs > 0)).rename("within").rename_axis(None)
 
 
 def expected_share(truth: Int[np.ndarray, " population"]) -> float:

@@ -82,6 +82,25 @@ def test_reads_have_recovered_after_three_rounds_in_a_row():
     assert math.isnan(by_phase.find_recovery(pd.Series(dtype=float), math.nan, first=1, last=6))
 
 
+def test_of_methods_that_find_groups_pairs_of_one_model_are_counted(tmp_path, write_run):
+    """Pairs by hand: two groups of two, then one of three and one alone; in round 7 nobody shares a model."""
+    groups = [[5, 5, 2, 2]] * 4 + [[5, 5, 5, 2]] * 3 + [[0, 1, 2, 3]]
+    rows = make_metrics({3: 0.8, 7: 0.7})
+    for number, labels in enumerate(groups):
+        for client, label in enumerate(labels):
+            cluster = CLUSTERS[0 if number < 4 else 4][client]
+            rows.append((number, client, cluster, "train", "current", "label", float(label)))
+    # Who takes no part in a round has no group in it.
+    rows.append((2, 3, 1, "train", "current", "label", math.nan))
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="ifca", label="A", seed=0, metrics=rows)
+    (run,), _ = stored_runs.load_runs([tmp_path / "s"])
+    first, second = by_phase.summarize_phases([run], "accuracy")
+    assert first["share"] == second["share_before"] == 1.0
+    # Of the pairs 0-1, 0-2 and 1-2 the last one is of a cluster.
+    assert second["share_begins"] == second["share"] == pytest.approx(1 / 3)
+    assert second["recovered"] == [None]
+
+
 def test_a_run_whose_data_stay_has_no_phases(small):
     content = summary.summarize_study(small)
     assert "phases" not in content
@@ -99,6 +118,14 @@ def test_rows_of_the_table(runs):
     assert [row["chance"] for row in content["phases"]] == [pytest.approx(1 / 3), 0.5]
     some = [{**content["phases"][1], "recovered": [4, None]}]
     assert by_phase.build_phase_rows(some, ACCURACY)[0][-1] == "4 rounds (1 of 2 seeds)"
+    # Half of random reads are of the own cluster.
+    for before, said in (
+        (0.6, "at chance"),
+        (0.65, "4 rounds (1 of 2 seeds)"),
+        (None, "4 rounds (1 of 2 seeds)"),
+    ):
+        rows = by_phase.build_phase_rows([{**some[0], "share_before": before}], ACCURACY)
+        assert rows[0][-1] == said
 
 
 def test_the_terminal_and_the_page_show_the_table(runs):
