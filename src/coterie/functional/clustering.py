@@ -16,6 +16,7 @@ Axis = Literal["column", "row"]
 Space = Literal["rows", "embedding"]
 Labels = Literal["cluster_qr", "kmeans"]
 _FLOOR = 1e-12  # below this a variance or a norm counts as zero
+_ROWS_AT_ONCE = 256
 _WEAK = 1e-15  # the weakest edge of an affinity graph, so that it stays connected
 
 # ---------------------------------------------------------------- FedGWC
@@ -100,9 +101,11 @@ def update_interactions(
         rewards: $\omega_k$ of each.
         alpha: $\alpha_t$, in (0, 1).
     """
-    new = matrix.clone()
-    pairs = ids[:, None], ids[None, :]
-    new[pairs] = (1 - alpha) * matrix[pairs] + alpha * rewards.to(matrix.dtype)[:, None]
+    new, rewards = matrix.clone(), rewards.to(matrix.dtype)
+    # A few rows at a time: of a cohort of all clients, further matrices would be as large as P.
+    for rows, reward in zip(ids.split(_ROWS_AT_ONCE), rewards.split(_ROWS_AT_ONCE), strict=True):
+        pairs = rows[:, None], ids[None, :]
+        new[pairs] = (1 - alpha) * matrix[pairs] + alpha * reward[:, None]
     return new
 
 

@@ -727,25 +727,32 @@ def draw_members_uniformly(
         purpose: names the stream.
         large: see `draw_peers_uniformly`.
     """
-    parts = []
     if large is None:
         large = LARGE_POPULATION
+    # Written into one tensor: many small ones between the large arrays of the passes would keep the
+    # allocator from reusing the memory of these.
+    peers = torch.full((len(ids), _count_slots(count, population)), -1)
     # clients x population at once would not fit the cache.
     for rows in torch.arange(len(ids)).split(ROWS_AT_ONCE):
         own, choice = ids[rows], find_choice(rows)
         if population > large:
-            parts.append(_draw_in_turn(rng, own, count, choice, purpose))
+            peers[rows] = _draw_in_turn(rng, own, count, choice, purpose)
             continue
         choice = pages.copy(choice.expand(len(own), -1)).scatter_(1, own[:, None], False)
         # the smallest has the largest Gumbel
         draws = rng.pairs(purpose, own, population).neg_()
-        parts.append(selection.sample_uniformly(draws, count, choice))
-    return torch.cat(parts or [_no_peers(count, population)])
+        peers[rows] = selection.sample_uniformly(draws, count, choice)
+    return peers
 
 
 def _no_peers(count: int, population: int) -> Int[Tensor, "0 peers"]:
     """Return the peers of no clients, with as many slots as those of one have."""
-    return torch.zeros(0, max(0, min(count, population - 1)), dtype=torch.int64)
+    return torch.zeros(0, _count_slots(count, population), dtype=torch.int64)
+
+
+def _count_slots(count: int, population: int) -> int:
+    """Return how many others a client can draw."""
+    return max(0, min(count, population - 1))
 
 
 def _draw_peers_from_views(

@@ -51,6 +51,8 @@ class FedGwcClusters(Clusters):
     patience: Int[Tensor, " clusters"]
 
 
+_ROWS_AT_ONCE = 256  # of a matrix of pairs
+
 MIN_PARTICIPANTS = 3
 """Least number of a cluster's clients in a round: two get equal rewards whatever their losses."""
 
@@ -225,7 +227,8 @@ class FedGwc(ServerMethod):
         ids, size = message.ids, int((shared.label == cluster).sum())
         pairs = shared.pairs.clone()
         # Ids are distinct, so that the addition counts each pair once; the diagonal counts too.
-        pairs[ids[:, None], ids[None, :]] += 1
+        for rows in ids.split(_ROWS_AT_ONCE):
+            pairs[rows[:, None], ids[None, :]] += 1
         shared = replace(
             shared, pairs=pairs, sampled=shared.sampled.index_add(0, ids, torch.ones_like(ids))
         )
@@ -237,7 +240,7 @@ class FedGwc(ServerMethod):
             shared.matrix, ids, self._compute_rewards(context, cluster, message), alpha
         )
         width = self._change_width(size, len(ids))
-        change = (matrix - shared.matrix).square().sum() / width**2
+        change = (matrix - shared.matrix).square_().sum() / width**2
         mse, patience = shared.mse.clone(), shared.patience.clone()
         mse[cluster] = (1 - alpha) * mse[cluster] + alpha * change
         patience[cluster] = (patience[cluster] + 1) * (mse[cluster] < self.eps)

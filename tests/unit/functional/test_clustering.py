@@ -265,3 +265,20 @@ def test_two_loss_levels_are_recovered_from_columns(groups: tuple[int, int]):
     label = clustering.propose_split(clustering.affinity_matrix(matrix, 0.5))
     assert label is not None
     assert rand_score(truth.numpy(), label.numpy()) == 1.0
+
+
+def test_interactions_of_a_few_rows_at_a_time_are_those_of_all_at_once(monkeypatch):
+    """The formula over the whole block, to the bit; pairs that did not meet stay."""
+    monkeypatch.setattr(clustering, "_ROWS_AT_ONCE", 2)
+    draw = torch.Generator().manual_seed(0)
+    matrix = torch.rand(9, 9, generator=draw, dtype=torch.float64)
+    ids, rewards = torch.tensor([7, 0, 3, 8, 2]), torch.rand(5, generator=draw)
+    found = clustering.update_interactions(matrix, ids, rewards, 0.3)
+    expected = matrix.clone()
+    for k, reward in zip(ids.tolist(), rewards.double().tolist(), strict=True):
+        for j in ids.tolist():
+            expected[k, j] = 0.7 * float(matrix[k, j]) + 0.3 * reward
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-15)
+    met = torch.zeros(9, 9, dtype=torch.bool)
+    met[ids[:, None], ids] = True
+    assert torch.equal(found[~met], matrix[~met])

@@ -1,0 +1,35 @@
+"""The forecast of a run's memory against what a process grows by."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import memory
+from coterie.methods import METHODS
+from coterie.runtime.settings import Settings
+
+MEASURED = {"dac": 3000, "fedgwc": 3000, "random": 10_000}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process grows by is read from /proc")
+@pytest.mark.parametrize("kind", MEASURED)
+def test_a_run_grows_by_what_was_forecast(kind):
+    """By a third to one and a half of it, and by 64 MiB, in which steps the C library grows its heap."""
+    clients = MEASURED[kind]
+    asked = [sys.executable, memory.__file__, "methods", "--row", str(clients), "--only", kind]
+    done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=200)
+    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    name = f"{clients:,} clients"
+    forecast = 1024 * clients * row[f"{name}: forecast, KiB a client"]
+    grown = 1024 * clients * row[f"{name}: measured"]
+    assert forecast / 3 < grown < 1.5 * forecast + (64 << 20)
+
+
+def test_a_method_that_refuses_a_population_has_no_forecast():
+    """PPDL has an arm for each group of three: 1,293,699 of 199 others are too many."""
+    data, settings = memory.planted(200), Settings(rounds=1, engine="loop")
+    assert memory.told(data, METHODS["ppdl"](), settings) is None
+    assert memory.told(data, METHODS["local"](), settings) is not None
