@@ -24,8 +24,8 @@
     python benchmarks/network.py relayed      by one relay, compared with direct links
     python benchmarks/network.py bytes        bytes that the cost model predicts, and bytes counted
 
-Results are JSON in docs/reference/runs. `churn`, `partition` and `slow` need root and iproute2, for
-network namespaces; `troubles` needs root and faketime.
+Results are JSON in docs/reference/runs. `behind`, `churn`, `partition` and `slow` need root and iproute2,
+for network namespaces, `behind` also nftables; `troubles` needs root and faketime.
 """
 
 import argparse
