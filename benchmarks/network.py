@@ -19,6 +19,7 @@
     python benchmarks/network.py free         twelve that wait for nobody, two of them ten times slower
     python benchmarks/network.py idle         processor time of a node that waits for 999 others
     python benchmarks/network.py meet         forty nodes: until each has met all others
+    python benchmarks/network.py views        a roster of 10,000 of which 40 processes run
     python benchmarks/network.py inside       200 nodes in one program: a whole run, and its bytes
     python benchmarks/network.py efficiency   compared with the same bytes over TCP with mutual TLS
     python benchmarks/network.py relayed      by one relay, compared with direct links
@@ -49,6 +50,7 @@ import network_parity
 import network_roster
 import network_soak
 import network_troubles
+import network_views
 import torch
 
 from coterie._util.origin import describe_machine, write_results
@@ -74,6 +76,7 @@ MEASUREMENTS = {
     "free": network_pace.free,
     "idle": network_idle.idle,
     "meet": network_idle.meet,
+    "views": network_views.views,
     "inside": network_idle.inside,
     "efficiency": network_links.efficiency,
     "relayed": network_links.relayed,

@@ -65,8 +65,7 @@ class PeerSampling(Configurable):
         """Return the members in each client's view, each once; -1 in empty slots.
 
         On each ring a client has the next member on either side that it can reach, so that one who
-        has left is replaced by the next. Where it reaches no more than `view` members, all of them
-        are its view.
+        has left is replaced by the next.
 
         Args:
             rng: the random streams of the round.
@@ -76,13 +75,8 @@ class PeerSampling(Configurable):
         """
         population, mask, own = reachable.shape[-1], reachable.numpy(), ids.numpy()
         number = np.broadcast_to(mask.sum(-1), own.shape)
-        rows = np.arange(len(own))
-        number = number - (mask[own] if mask.ndim == 1 else mask[rows, own])
-        views = np.full((len(own), self.view), -1)
-        for row in np.flatnonzero(number <= self.view):
-            members = np.flatnonzero(mask if mask.ndim == 1 else mask[row])
-            views[row, : number[row]] = members[members != own[row]]
-        rows = np.flatnonzero(number > self.view)
+        number = number - (mask[own] if mask.ndim == 1 else mask[np.arange(len(own)), own])
+        views, rows = np.full((len(own), self.view), -1), np.flatnonzero(number)
         rings = Rings.make(rng, self.list_rings(rng.round), population)
         if len(rows):
             views[rows] = _find_neighbors(rings, rows, own[rows], mask)

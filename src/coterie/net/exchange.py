@@ -118,6 +118,35 @@ class RemoteExchange:
         # They are asked from now on, as members that were never seen are.
         self._away, self._seen = self._away - set(names), self._seen - set(names)
 
+    def admit(self, names: Iterable[str]) -> None:
+        """Note members that have answered in this round, which are asked in it already."""
+        names = list(names)
+        self.note_present(names)
+        self._down -= self._clients_of(names) - self._slow
+
+    def shut_out(self, names: Iterable[str]) -> None:
+        """Never ask members that run another study."""
+        self._odd |= set(names)
+
+    def list_strangers(self) -> set[str]:
+        """Return the members that have not been met, where strangers are not asked."""
+        return set(self._away - self._seen - self._odd)
+
+    def admit_strangers(self, passed_over: Iterable[str]) -> None:
+        """Let members be asked in this round that were not met, but for some without an answer."""
+        self._down -= self._clients_of(self.list_strangers().difference(passed_over)) - self._slow
+
+    def open_clients(self, passed_over: Iterable[str]) -> Bool[Tensor, " population"]:
+        """Return the clients that can be asked, or could be when their members were met.
+
+        Args:
+            passed_over: members that did not answer.
+        """
+        out = self.reachable_clients()
+        strangers = self.list_strangers().difference(passed_over)
+        out[list(self._clients_of(strangers))] = True
+        return out
+
     def _unreachable_clients(self) -> set[int]:
         """Return the clients of members that are away now or were removed."""
         alive = self.post.transport.alive_members()

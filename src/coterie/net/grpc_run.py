@@ -55,6 +55,10 @@ class Links(Protocol):
         """Let the members with a link to this node know whether it takes part in a run."""
         ...
 
+    def bound_links(self, run: str, most: int) -> None:
+        """Close the links that were not used for longest, where a run needs no more than `most`."""
+        ...
+
     def log_event(self, event: str, **details: Any) -> None:
         """Log an event."""
         ...
@@ -279,6 +283,10 @@ class GrpcRun:
         gone = self._names - {m.name for m in roster.members}
         self._use_members(roster)
         self.forget(list(gone))
+
+    def limit_links(self, most: int) -> None:
+        """Keep at most so many links, if no other run of this node needs more."""
+        self._links_of_node.bound_links(self.run, most)
 
     def prometheus_samples(self) -> list[Sample]:
         """Return no numbers: the links count for all runs."""

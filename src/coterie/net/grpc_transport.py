@@ -202,6 +202,7 @@ class GrpcTransport(GrpcRun, GrpcServer):
         self._answers: dict[str, Callable[..., bytes]] = {}
         self._links: dict[str, _Link] = {}
         self._away: dict[str, _Away] = {}
+        self._most_links: dict[str, int] = {}  # of the runs that say how many they need
         self._asking: dict[Future[Any], str] = {}  # the run of each open question
         # What answers need of this node: signatures, and lines of the audit log.
         self._workers = ThreadPoolExecutor(16, "coterie-answer")
@@ -258,6 +259,7 @@ class GrpcTransport(GrpcRun, GrpcServer):
     def drop_run(self, run: GrpcRun) -> None:
         """Answer no more questions of a run, and end the questions that this node asks in it."""
         with self._lock:
+            self._most_links.pop(run.run, None)
             if run is not self:
                 self._runs = drop_keys(self._runs, {run.run})
             asking = [question for question, of in self._asking.items() if of == run.run]
@@ -312,7 +314,30 @@ class GrpcTransport(GrpcRun, GrpcServer):
             channel = self.dial(member, at, self._longest_pause())
             link = self._links[peer] = _Link(channel, member, time.monotonic())
             link.watch = asyncio.create_task(self._watch(link))
+            await self._close_oldest_links()
         return link
+
+    def bound_links(self, run: str, most: int) -> None:
+        """Keep at most so many links for a run: see `Transport.limit_links`."""
+        self._most_links[run] = most
+
+    @property
+    def num_links(self) -> int:
+        """How many members this node has dialed and keeps a link to."""
+        return len(self._links)
+
+    async def _close_oldest_links(self) -> None:
+        """Close the links that were not used for longest, over the number that runs need."""
+        if not self._most_links:
+            return
+        # By others than these this node is not called back, and not all are idle.
+        idle = [
+            peer for peer, link in self._links.items() if not link.calls and link.stream is None
+        ]
+        idle.sort(key=lambda peer: self._links[peer].used)
+        # The newest is that for which room is made.
+        for peer in idle[:-1][: max(0, len(self._links) - max(self._most_links.values()))]:
+            await self._close_link(peer)
 
     async def _find_link(self, peer: str, seconds: float) -> _Link | Missing:
         """Return the link to a member; where there is none, dial it if anybody listens there.
@@ -327,7 +352,7 @@ class GrpcTransport(GrpcRun, GrpcServer):
                 before = self._away.get(peer)
                 # Doubled up to the longest: who is away for a moment is found soon, and a member
                 # that stays away costs next to nothing.
-                first = max(0.6, 0.05 * len(self._members))
+                first = max(0.6, 0.05 * self._num_dialed())
                 pause = first if before is None else min(2 * before.pause, self._longest_pause())
                 self._away[peer] = _Away(time.monotonic() + pause, pause, missing)
                 return missing
@@ -370,7 +395,12 @@ class GrpcTransport(GrpcRun, GrpcServer):
 
         A member that comes asks this node when it starts, and is dialed at once then.
         """
-        return max(5.0, 0.2 * len(self._members))  # some five dials a second
+        return max(5.0, 0.2 * self._num_dialed())  # some five dials a second
+
+    def _num_dialed(self) -> int:
+        """Return about how many members this node dials again when they are away."""
+        number = len(self._members)
+        return min(number, max(self._most_links.values())) if self._most_links else number
 
     async def _watch(self, link: _Link) -> None:
         """Note when a link comes up or is lost; keep it up."""
@@ -603,15 +633,17 @@ class GrpcTransport(GrpcRun, GrpcServer):
         link = await self._find_link(peer, max(0.001, wait))
         if isinstance(link, Missing):
             return link
-        if not await self._await_link(link, wait):
-            return Missing("unreachable", None, "the link was closed")
-        begin()
+        # From here on the link is in use, and is not closed to make room for another.
         link.calls += 1
-        # Without the library's own time limit, which goes on while this node cannot work.
-        call = link.channel.unary_stream(f"/{SERVICE}/{method}")(
-            self.encode(question), metadata=self.metadata
-        )
+        call = None
         try:
+            if not await self._await_link(link, wait):
+                return Missing("unreachable", None, "the link was closed")
+            begin()
+            # Without the library's own time limit, which goes on while this node cannot work.
+            call = link.channel.unary_stream(f"/{SERVICE}/{method}")(
+                self.encode(question), metadata=self.metadata
+            )
             empty = True
             async with _Limit(self.clock, end, patience) as limit:
                 async for part in call:
@@ -632,7 +664,8 @@ class GrpcTransport(GrpcRun, GrpcServer):
             return missing
         finally:
             # An answer that is refused in the middle is not read to its end.
-            call.cancel()
+            if call is not None:
+                call.cancel()
             link.calls -= 1
             link.used = time.monotonic()
 

@@ -51,10 +51,11 @@ from coterie.net.free import READ, FreeExchange, FreeLoop, check_free_pace
 from coterie.net.head import Head
 from coterie.net.keeper import Keeper, check_same_run, describe_changes
 from coterie.net.log import Log, RateLimit, Sample
+from coterie.net.neighbors import Neighbors
 from coterie.net.outbox import KEEP, Missing
 from coterie.net.payload import Refused
 from coterie.net.post import Post, RoundMissed, Terms
-from coterie.net.roster import Roster
+from coterie.net.roster import MAX_ALL_TO_ALL, Roster
 from coterie.net.transport import Transport
 from coterie.net.wire import VERSION
 from coterie.rng import Rng
@@ -72,6 +73,7 @@ ARRIVALS = "arrivals.jsonl"
 _LEAST_DEADLINE = 30.0
 _PAUSE_EACH = 0.005  # seconds: asking a thousand costs some hundredths of one
 _ASKING = 8  # members that are asked for their heads at a time
+_FEWEST = 16  # neighbors that a node keeps links to, if views are small
 _LOOK_AGAIN = 0.02  # seconds between two looks at how far those are who read this node
 _SAY_AGAIN = 60.0  # seconds between two events of one wait
 
@@ -143,13 +145,21 @@ _progress_of = attrgetter("state", "round")
 
 
 class NodeLoop(Loop):
-    """The run's loop, in which members that are away cannot be chosen."""
+    """The run's loop, in which members that are away cannot be chosen.
+
+    Attributes:
+        prepare_views: called before a round whose clients choose in views.
+    """
+
+    prepare_views: Callable[[Round], object] = staticmethod(lambda rnd: None)
 
     def _make_round(self, index: int, rows: Tensor, cohort: Tensor) -> Round:
         rnd = super()._make_round(index, rows, cohort)
         assert isinstance(self.exchange, RemoteExchange)
         if self.method.server:
             return rnd
+        if rnd.sampling is not None and index >= 0:
+            self.prepare_views(rnd)
         self.exchange.readmit_slow(rnd.readable_by(torch.arange(len(rnd.ids))))
         return replace(rnd, reachable=rnd.reachable & self.exchange.reachable_clients())
 
@@ -256,6 +266,19 @@ class Node:
         if isinstance(self.loop, FreeLoop):
             check_free_pace(self.loop)
             self.loop.measure_times = self._measure_times
+        self._sampling = plan.settings.views_among(self.task.population)
+        self._neighbors: Neighbors | None = None
+        if self._sampling is not None:
+            # Those of a round, and as many that its clients know besides.
+            self._most_neighbors = max(_FEWEST, 2 * self._sampling.view)
+            self._neighbors = Neighbors(
+                lambda names: map_values(attrgetter("met"), self._meet(names)),
+                self._most_neighbors,
+                lambda: self.other_members,
+            )
+            transport.limit_links(self._most_neighbors)
+            if isinstance(self.loop, NodeLoop):
+                self.loop.prepare_views = self._prepare_views
         # a late member does not change the run of the others
         settings = plan.settings if self.late else replace(plan.settings, new_clients=None)
         self._identity = checkpoint.compute_identity(
@@ -320,6 +343,18 @@ class Node:
             )
         if self.plan.settings.time is not None:
             raise ConfigError("time is set; between machines time is real: leave it out")
+        views = self.plan.settings.views
+        if views is not None and self.plan.settings.new_clients is not None:
+            raise ConfigError(
+                "new_clients are set; with peer_sampling between machines they are not: new "
+                "members would ask all others"
+            )
+        number = len(self.roster.members)
+        if views is None and number > MAX_ALL_TO_ALL:
+            raise ConfigError(
+                f"the roster has {number} members; in a run of more than {MAX_ALL_TO_ALL} not "
+                "everybody can ask everybody: set peer_sampling = true in the study"
+            )
 
     def _new_incarnation(self) -> int:
         path = self.folder / "incarnation.json"
@@ -386,9 +421,9 @@ class Node:
         # members, since each signs its own name, and there may be a thousand.
         nonce = secrets.token_hex(8)
 
-        known = {m.name for m in self.roster.members}  # one that was just removed is not asked
         # One queue for all threads: a task for each of a thousand members costs more than to ask.
-        names = [name for name in names if name in known]
+        # One that was just removed is not asked.
+        names = [name for name in names if self.roster.has_member(name)]
         waiting, found = iter(names), dict[str, Head | None]()
 
         def ask_in_turn() -> None:
@@ -410,7 +445,7 @@ class Node:
 
     def _ask_head(self, name: str, nonce: str) -> Head | None:
         """Ask a member for its signed head; return it if it came and is good."""
-        if name not in {m.name for m in self.roster.members}:
+        if not self.roster.has_member(name):
             return None
         data = self.transport.ask_head(name, nonce, self.patience.ask)
         if isinstance(data, Missing):
@@ -440,8 +475,17 @@ class Node:
 
     @property
     def other_members(self) -> list[str]:
-        """The other members that take part in the rounds, and that this node can reach."""
+        """The other members that take part in the rounds, and that this node can reach.
+
+        Where clients choose in views, a bounded number of members that it has met: the ones
+        that asked it last.
+        """
         own = self.transport.name
+        if self._neighbors is not None:
+            asked = self.transport.last_questions
+            known = self.exchange.list_present(self._all_others)
+            known.sort(key=lambda name: (-asked.get(name, 0.0), name))
+            return sorted(known[: self._most_neighbors])
         return [name for name in self._all_others if self.roster.has_way(own, name)]
 
     @property
@@ -453,8 +497,87 @@ class Node:
         )
         return [m.name for m in members if m.name != self.transport.name]
 
+    def _meet(self, names: Iterable[str]) -> dict[str, Head]:
+        """Ask members that were not met for their heads; go on without members of another study.
+
+        Raises:
+            PeerMismatch: when this node's study or model differs from the roster's.
+        """
+        met = self.ask_heads(names)
+        if self._state == "starting":
+            own = self.transport.name
+            odd = heads.check_study(self.roster, self.settings, self.schema, met, own)
+        else:
+            # No member may end a run that has begun by a head that differs.
+            mine = heads.study_hash(self.settings), self.schema, VERSION
+            odd = [n for n, h in met.items() if (h.study, h.schema, h.protocol) != mine]
+        self._shut_out(odd, met)
+        good = drop_keys(met, odd)
+        self.exchange.admit(good)
+        if set(good) - self._met:
+            newest = [*drop_keys(self._heads, good).items(), *good.items()]
+            self._note_met(dict(newest[-self._most_neighbors :]), good)
+        return good
+
+    def _shut_out(self, odd: Collection[str], met: Mapping[str, Head]) -> None:
+        """Go on without members that run another study."""
+        for name in odd:
+            text = heads.describe_difference(self.settings, met[name].settings)
+            self.log(
+                "mismatch", level="error", peer=name, text=text or "another model or wire format"
+            )
+        self.exchange.shut_out(odd)
+
+    def _look_for_views(self, rnd: Round) -> bool:
+        """Meet the members in the views of a round; return whether all that are left are known."""
+        assert self._neighbors is not None
+        host_of, rows = self.post.host_of, torch.arange(len(rnd.ids))
+
+        def find_strangers(passed_over: set[str]) -> set[str]:
+            open_ = self.exchange.open_clients(passed_over)
+            views = replace(rnd, reachable=rnd.reachable & open_).views_of(rows)
+            names = {host_of[client] for client in views[views >= 0].tolist()}
+            return names & self.exchange.list_strangers()
+
+        return self._neighbors.look(find_strangers, self.exchange.list_strangers)
+
+    def _prepare_views(self, rnd: Round) -> None:
+        """Meet the members in the views of a round that begins."""
+        assert self._neighbors is not None
+        if self._look_for_views(rnd):
+            # Then no stranger is in a view: one that a client has learned of can be asked as well.
+            self.exchange.admit_strangers(self._neighbors.list_absent())
+
+    def _look_for_neighbors(self, seconds: float) -> dict[str, Head]:
+        """Look for the members in the views of the next round, until they are known or time is up."""
+        until, first = time.monotonic() + seconds, max(0, self.loop.next_round)
+        rng, everybody = Rng(self.plan.seed), torch.ones(self.task.population, dtype=torch.bool)
+        rnd = Round(
+            first, self.task, self.exchange, rng.at_round(first), everybody, sampling=self._sampling
+        )
+        while True:
+            began = time.monotonic()
+            if self._look_for_views(rnd) or self._have_most_begun(self._heads):
+                break
+            # To look takes a fifth of the time at most: many may be away.
+            now = time.monotonic()
+            if now > until or self._stop.wait(max(self.patience.poll, 4 * (now - began))):
+                break
+        return dict(self._heads)
+
+    @staticmethod
+    def _have_most_begun(met: Mapping[str, Head]) -> bool:
+        """Whether most of some members are past the first round."""
+        begun = sum(head.state == "running" and head.round > 0 for head in met.values())
+        return 2 * begun > len(met)
+
     def look_around(self, seconds: float) -> dict[str, Head]:
         """Ask for heads until all members answered, most have started, or `seconds` are over."""
+        if self._neighbors is not None:
+            # Only members that were met are asked for messages.
+            self.exchange.set_away(self._all_others)
+            self.exchange.begin_round(Rng(self.plan.seed))
+            return self._look_for_neighbors(seconds)
         until, met = time.monotonic() + seconds, {}
         while len(met) < len(self.other_members):
             met |= self.ask_heads(n for n in self.other_members if n not in met)
@@ -525,12 +648,9 @@ class Node:
         if (newer := self._fetch_newer_roster(met)) is not None:
             self._take_roster(*newer)
         odd = heads.check_study(self.roster, self.settings, self.schema, met, self.transport.name)
-        for name in odd:
-            text = heads.describe_difference(self.settings, met[name].settings)
-            self.log(
-                "mismatch", level="error", peer=name, text=text or "another model or wire format"
-            )
-        self.exchange.set_away([n for n in self._all_others if n not in met], for_good=odd)
+        if self._neighbors is None:
+            self.exchange.set_away([n for n in self._all_others if n not in met])
+        self._shut_out(odd, met)
         absent = sorted(set(self.other_members) - set(met))
         self.log("met", peers=sorted(met), absent=absent, resumes=self.loop.next_round)
         half = {"half": self.post.terms.half} if self.is_free else {}
@@ -542,11 +662,14 @@ class Node:
                 **half,
             }
         )
-        self._note_met(met)
+        self._note_met(met, None if self._neighbors is None else {})
         self._state = "running"
         if isinstance(self.exchange, FreeExchange):
             self.exchange.is_watching = True
             return False  # nobody is ahead of anybody
+        if self._neighbors is not None:
+            # No member lists all that take part.
+            return self._have_most_begun(met) or self.loop.next_round >= 0
         # A running member that does not list this node has begun without it.
         late = any(h.state == "running" and self.transport.name not in h.met for h in met.values())
         # Also after a restart: the others have gone on meanwhile.
@@ -564,11 +687,16 @@ class Node:
         may_say, began = RateLimit(1, _SAY_AGAIN), time.monotonic()
         while not self._stop.is_set():
             names = self.other_members
+            possible = len(names if self._neighbors is None else self._all_others)
             present, least = (
                 self.exchange.list_present(names),
-                min(self.patience.min_peers, len(names)),
+                min(self.patience.min_peers, possible),
             )
-            if len(present) < least:
+            if len(present) < least and self._neighbors is not None:
+                self._look_for_neighbors(0.0)
+                names = self.other_members
+                present = self.exchange.list_present(names)
+            elif len(present) < least:
                 # Absent members are asked as well, because they may be back.
                 met = self.ask_heads(name for name in names if name not in present)
                 self.exchange.note_present(met)
@@ -621,6 +749,8 @@ class Node:
         """
         gone = sorted(self._done.intersection(names).difference(present))
         never = len(list(names)) - len(gone) < least
+        if self._neighbors is not None:  # there are others that it has not met
+            never = False
         if self.loop.next_round < 0 or not (never or waited > self.patience.quorum_wait):
             return
         why = f"for {waited:.0f} s (quorum_wait)"
@@ -637,12 +767,17 @@ class Node:
         text = f"{present} of {least} other members are here (min_peers); nothing is trained until "
         self.log("waiting", level="warning", text=text + "then", absent=sorted(absent)[:20])
 
-    def _note_met(self, met: Mapping[str, Head]) -> None:
-        """Note the members that were met, by their signed heads."""
+    def _note_met(self, met: Mapping[str, Head], new: Mapping[str, Head] | None = None) -> None:
+        """Note the members that were met, by their signed heads.
+
+        Args:
+            met: all that count as met from now on.
+            new: those of them that the audit log names; all when None.
+        """
         self._heads = dict(met)
         self._met = frozenset(met)
         if self.audit is not None:
-            for name, head in met.items():
+            for name, head in (met if new is None else new).items():
                 about = {"inc": head.inc, "version": head.roster, "state": head.state}
                 self.audit.record_join(name, self.roster, **about, round=head.round)
 

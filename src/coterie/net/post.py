@@ -120,6 +120,23 @@ Journal = Callable[[Mapping[str, Any]], None]
 _Answer = TypeVar("_Answer")
 
 
+class _Verifiers(dict[str, Callable[[bytes, bytes], bool]]):
+    """What checks the signatures of each member, made when it is needed first.
+
+    To find a point of the curve from its half takes long: once for a member and not for each
+    message, and not for thousands that are never asked.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        super().__init__()
+        self._roster = roster
+
+    def __missing__(self, name: str) -> Callable[[bytes, bytes], bool]:
+        public = identity.decode_public_key(self._roster.member(name).key)
+        self[name] = partial(identity.verify, public)
+        return self[name]
+
+
 class Post:
     """One node's mail.
 
@@ -187,11 +204,7 @@ class Post:
         self._newest = select_keys(self._newest, same)
         self.roster, self.host_of = roster, roster.host_of
         self.pace.num_others = len(roster.members) - 1
-        # Decoded once, not for each message: to find a point of the curve from its half takes long.
-        self._verify = {}
-        for member in roster.members:
-            public = identity.decode_public_key(member.key)
-            self._verify[member.name] = partial(identity.verify, public)
+        self._verify = _Verifiers(roster)
 
     def close(self) -> None:
         """Stop asking. The transport's owner closes the transport, which ends open questions."""

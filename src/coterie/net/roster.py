@@ -7,9 +7,11 @@ over the bytes of the file, so that a reader checks it before it reads a field.
 import json
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime, timedelta
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,11 @@ from coterie.net.wire import NAME, SIGNATURE, VERSION
 # It precedes what is signed, so that a signature of another kind of text never counts here.
 _DOMAIN = b"coterie roster 1\n"
 _HEX = re.compile(r"[0-9a-f]*")
-# A roster of as many stays below `wire.MAX_ROSTER`, and their names below `wire.MAX_HEAD`.
-MAX_MEMBERS = 1000
+MAX_MEMBERS = 10_000
+"""Members of a roster; of as many it stays below `wire.MAX_ROSTER`."""
+MAX_ALL_TO_ALL = 1000
+"""Members of a run in which each may ask every other one: a head of all their names stays below
+`wire.MAX_HEAD`."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,7 @@ class Roster:
         addresses = [_normalize_address(m.address) for m in everyone if not m.is_outbound]
         for what, values in (("name", [m.name for m in everyone]), ("address", addresses),
                              ("key", [m.key for m in everyone if m.key])):  # fmt: skip
-            twice = sorted({v for v in values if values.count(v) > 1})
+            twice = sorted(v for v, times in Counter(values).items() if times > 1)
             found += [f"two members have the {what} {v}" for v in twice]
         # Ids are positions in the population: each is used once, and none is free.
         if clients != list(range(self.population)):
@@ -170,6 +175,15 @@ class Roster:
                 found.append(f"{member.name}: {error}")
         return found
 
+    @cached_property
+    def _by_name(self) -> dict[str, Member]:
+        # With thousands of members, a search for each of them would take seconds.
+        return {member.name: member for member in reversed(self.members)}
+
+    def has_member(self, name: str) -> bool:
+        """Whether somebody is on the roster."""
+        return name in self._by_name
+
     @property
     def everyone(self) -> tuple[Member, ...]:
         """The members and the relays."""
@@ -181,9 +195,8 @@ class Roster:
         Raises:
             TransportError: when there is none of that name.
         """
-        for member in self.members:
-            if member.name == name:
-                return member
+        if (found := self._by_name.get(name)) is not None:
+            return found
         names = ", ".join(m.name for m in self.members[:10])
         raise TransportError(f"{name!r} is not on the roster of run {self.run}; members: {names}")
 

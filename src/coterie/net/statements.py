@@ -18,7 +18,7 @@ from coterie._util.toml import parse_toml
 from coterie.errors import ConfigError, first_line
 from coterie.net import identity
 from coterie.net.payload import Refused, escape_text, parse_strict_json
-from coterie.net.roster import MAX_MEMBERS, Roster
+from coterie.net.roster import MAX_ALL_TO_ALL, Roster
 from coterie.net.wire import NAME, SIGNATURE, canonical_json
 from coterie.studies import config
 from coterie.studies.definition import StudyConfig
@@ -227,8 +227,8 @@ def _check_proposal(found: Proposal) -> None:
         raise Refused("size", f"a study of over {MAX_STUDY} bytes")
     names = found.members
     known = all(isinstance(name, str) and NAME.fullmatch(name) for name in names)
-    if not known or not 2 <= len(names) <= MAX_MEMBERS or len(set(names)) < len(names):
-        raise Refused("members", f"expected 2 to {MAX_MEMBERS} names, each once")
+    if not known or not 2 <= len(names) <= MAX_ALL_TO_ALL or len(set(names)) < len(names):
+        raise Refused("members", f"expected 2 to {MAX_ALL_TO_ALL} names, each once")
     if not 2 <= found.quorum <= len(names):
         raise Refused("quorum", f"{found.quorum} of {len(names)} members; expected 2 or more")
     if found.server and found.server not in names:

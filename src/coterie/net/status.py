@@ -66,7 +66,12 @@ class NetworkStatus:
         own = node.transport.name
         members = []
         with self._lock:
-            for name in (m.name for m in roster.members):
+            names = [m.name for m in roster.members]
+            if len(names) > rosters.MAX_ALL_TO_ALL:
+                # Of a large roster a node knows few, and the page is written each second.
+                known = {own, *alive, *paces, *self._since, *self._refused}
+                names = [name for name in names if name in known]
+            for name in names:
                 # Without an answer yet a member has no pace.
                 median, slow = paces.get(name, (math.nan, False))
                 days = ends[name][0] if name in ends else None

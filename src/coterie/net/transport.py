@@ -100,6 +100,10 @@ class Transport(Protocol):
         """Go on with another roster of the run: links that it does not allow are closed."""
         ...
 
+    def limit_links(self, most: int) -> None:
+        """Keep at most so many links to others that this node has dialed, the newest used ones."""
+        ...
+
     def alive_members(self) -> frozenset[str]:
         """Return the members that are known to be alive now: a hint only."""
         ...
@@ -266,6 +270,9 @@ class InProcess:
 
     def use_roster(self, roster: Roster) -> None:
         """Go on: a hub has no links that could be closed."""
+
+    def limit_links(self, most: int) -> None:
+        """Do nothing: a hub has no links."""
 
     def alive_members(self) -> frozenset[str]:
         """Return the nodes that have published something and can be reached."""

@@ -62,10 +62,6 @@ def views_by_hand(rng, sampling, ids, masks):
     orders = rings.locate(np.arange(population)[:, None]).argsort(0).T.tolist()
     found = []
     for client, mask in zip(ids, masks.tolist(), strict=True):
-        others = [m for m in range(population) if mask[m] and m != client]
-        if len(others) <= sampling.view:
-            found.append(others)
-            continue
         view = []
         for order in orders:
             left = [m for m in order if mask[m] or m == client]
@@ -82,7 +78,7 @@ def test_a_view_has_the_next_reachable_members_on_both_sides_of_each_ring(share,
     population, sampling, rng = 400, PeerSampling(view=6, shuffle=2), Rng(2).at_round(7)
     stream = np.random.default_rng(int(share * 100))
     masks = stream.random((population if by_client else 1, population)) < share
-    masks[:, :9] = True  # more than a view holds
+    masks[:, :3] = True
     ids = torch.tensor([0, 3, 57, 399])
     reachable = torch.from_numpy(masks[ids] if by_client else masks[0])
     views = sampling.draw_views(rng, ids, reachable)
@@ -92,14 +88,26 @@ def test_a_view_has_the_next_reachable_members_on_both_sides_of_each_ring(share,
     ] == expected
 
 
-@pytest.mark.parametrize("left", [0, 1, 5, 6])
-def test_where_few_can_be_reached_all_are_the_view(left):
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_one_who_reaches_few_has_them_in_its_view(left):
     reachable = torch.zeros(50, dtype=torch.bool)
     reachable[10 : 10 + left] = True
     views = PeerSampling(view=6, shuffle=2).draw_views(Rng(0), torch.tensor([3, 10]), reachable)
     for client, row in zip((3, 10), views.tolist(), strict=True):
         others = [m for m in range(10, 10 + left) if m != client]
-        assert row == others + [-1] * (6 - len(others))
+        assert sorted(set(row) - {-1}) == others
+        assert len(row) - row.count(-1) == len(others)
+
+
+def test_members_that_are_not_next_can_be_unknown():
+    """Who knows the members of its view alone has the same view as one who knows all."""
+    sampling, rng = PeerSampling(view=8, shuffle=2), Rng(5).at_round(3)
+    for client in range(40):
+        own = torch.tensor([client])
+        view = sampling.draw_views(rng, own, everybody(40))
+        known = torch.zeros(40, dtype=torch.bool)
+        known[view[view >= 0]] = True
+        assert torch.equal(sampling.draw_views(rng, own, known), view)
 
 
 def links_of(views: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:

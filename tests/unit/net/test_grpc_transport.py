@@ -453,3 +453,30 @@ def test_a_link_is_measured_with_a_mebibyte_of_zeros(port):
     finally:
         for part in (*posts, *nodes):
             part.close()
+
+
+def test_a_node_keeps_the_links_that_it_used_last(port):
+    """Of five members two are kept; a run that says nothing has no say, and the larger number counts."""
+    who, _ = local.make_members([[number] for number in range(6)], port=port)
+    made = [GrpcTransport(who, member.name, None) for member in who.members]
+    a, *others = made
+    try:
+        for one in others:
+            one.serve_head(lambda nonce: b"here")
+        a.limit_links(2)
+        for name in ("n1", "n2", "n1", "n3"):
+            assert a.ask_head(name, "1", 2.0) == b"here"
+        assert set(a._links) == {"n1", "n3"}, "n2 was used before n1"
+        a.bound_links("another", 3)
+        for name in ("n4", "n5"):
+            assert a.ask_head(name, "1", 2.0) == b"here"
+        assert set(a._links) == {"n3", "n4", "n5"}
+        assert a.num_links == 3
+        # One that is in use stays, however long ago that began.
+        a._links["n3"].calls += 1
+        for name in ("n1", "n2", "n1"):
+            assert a.ask_head(name, "1", 2.0) == b"here"
+        assert set(a._links) == {"n3", "n1", "n2"}
+    finally:
+        for one in made:
+            one.close()

@@ -218,3 +218,19 @@ def test_members_that_only_dial_out_and_relays_are_on_the_roster(tmp_path):
     ):
         with pytest.raises(TransportError):
             replace(signed, relays=(wrong,))
+
+
+def test_a_roster_has_ten_thousand_members_and_no_more():
+    """Of as many no comparison may be of all pairs: this takes a second."""
+    who, _ = local.make_members([[0]])
+    first = replace(who.members[0], key="", subject="")
+    many = [
+        replace(first, name=f"m{k}", address=f"127.0.{k // 250}.{k % 250}:1", clients=(k,))
+        for k in range(10_001)
+    ]
+    large = replace(who, members=tuple(many[:-1]), population=10_000)
+    assert large.member("m9999").clients == (9999,)
+    assert large.has_member("m0")
+    assert not large.has_member("m10000")
+    with pytest.raises(TransportError, match="10001 members; expected 1 to 10000"):
+        replace(who, members=tuple(many), population=10_001)

@@ -1,0 +1,172 @@
+"""A roster of ten thousand of which forty processes run: whom they find, how many links each keeps, and how they end."""
+
+import json
+import multiprocessing
+import os
+import statistics
+import threading
+import time
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import _measured
+import netlab
+import torch
+from replay import replay
+
+from coterie.data.federation import Federation
+from coterie.methods.dac import Dac
+from coterie.net import identity, local, roster
+from coterie.net.grpc_transport import GrpcTransport
+from coterie.net.log import Log
+from coterie.net.node import Node, Patience, RunSpec
+from coterie.net.post import Terms
+from coterie.testing import tiny_federation, tiny_settings
+
+MEMBERS, RUNNING, ROUNDS, PORT = 10_000, 40, 8, 21_733
+VIEWS = {"view": 10, "shuffle": 4}
+_LOOK = 0.05  # seconds between two counts of the links
+
+
+def address_of(number: int) -> str:
+    """Return an address of this machine for each member, where nobody listens but those that run."""
+    return f"127.9.{number // 250}.{number % 250 + 1}:{PORT}"
+
+
+def make_roster(folder: Path, members: int, running: list[int]) -> roster.Roster:
+    """Sign a roster in which the members that run have certificates, and the others keys."""
+    made, _ = local.make_members([[number] for number in range(members)])
+    identity.make_authority(folder, made.run, days=1.0)
+    entries, end = [], (datetime.now(UTC) + timedelta(days=1)).isoformat()
+    for number, member in enumerate(made.members):
+        member = replace(member, address=address_of(number))
+        if number in running:
+            request = identity.make_request(folder, member.name, member.address)
+            certificate = identity.sign_request(
+                folder, request, member.name, member.address, days=1.0
+            )
+            entries.append(roster.add_certificate(member, certificate))
+            continue
+        subject = identity.key_fingerprint(identity.decode_public_key(member.key))
+        entries.append(replace(member, certificate=subject, expires=end, subject=subject))
+    signed = replace(made, members=tuple(entries))
+    roster.write_signed(folder / "roster.toml", signed, folder / "organizer.key")
+    return signed
+
+
+def count_links(own: str) -> tuple[int, int]:
+    """Return how many connections this process has dialed, and how many of others it has."""
+    inodes = set()
+    for entry in os.scandir("/proc/self/fd"):
+        try:
+            target = os.readlink(entry.path)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    host, port = own.split(":")
+    here = "".join(f"{int(part):02X}" for part in reversed(host.split("."))) + f":{int(port):04X}"
+    dialed = accepted = 0
+    for table in ("tcp", "tcp6"):  # the library's sockets are of IPv6, with mapped addresses
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "01" and words[9] in inodes:  # established
+                accepted += words[1].endswith(here)
+                dialed += not words[1].endswith(here)
+    return dialed, accepted
+
+
+def run_one(folder: Path, number: int, plan: RunSpec, who: roster.Roster, mine: Federation) -> None:
+    """Run a node to its end, and write what it took."""
+    torch.set_num_threads(1)
+    name = who.members[number].name
+    own = identity.Identity.load(
+        folder / f"{name}.key", folder / "members" / f"{name}.pem", folder / "ca.pem"
+    )
+    most, ended, reached = [0, 0], threading.Event(), set[str]()
+    with GrpcTransport(who, name, own) as transport:
+
+        def look() -> None:
+            while not ended.wait(_LOOK):
+                for place, links in enumerate(count_links(who.members[number].address)):
+                    most[place] = max(most[place], links)
+                reached.update(transport.alive_members())
+
+        watching = threading.Thread(target=look)
+        watching.start()
+        silent = SimpleNamespace(write=lambda text: None, flush=lambda: None)
+        node = Node(
+            plan, mine, who, transport, own.sign, folder / "runs" / name,
+            terms=Terms(deadline=120.0, slow=0.0),
+            patience=Patience(start=20.0, ask=5.0, linger=300.0), log=Log(name, stream=silent),
+        )  # fmt: skip
+        began, before = time.monotonic(), time.process_time()
+        try:
+            node.run()
+        finally:
+            seconds, cpu = time.monotonic() - began, time.process_time() - before
+            ended.set()
+            watching.join()
+            node.close()
+        assert node._neighbors is not None
+        found = {
+            "dialed": most[0], "accepted": most[1], "found": len(reached),
+            "asked_in_vain": len(node._neighbors.absent), "alone": node.loop.num_alone,
+            "skipped": len(node.loop.skipped_rounds), "seconds": round(seconds, 1),
+            "processor_s": round(cpu, 1),
+            "resident_mb": round((_measured.resident("self", "VmHWM") or 0) / 1e6, 1),
+        }  # fmt: skip
+    (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+def views(
+    emit: netlab.Emit, folder: Path, *, members: int = MEMBERS, running: int = RUNNING
+) -> None:
+    """All over mutual TLS, each a process; then the simulator repeats the run from the journals."""
+    folder.mkdir(exist_ok=True)
+    numbers = [place * (members // running) for place in range(running)]
+    began = time.monotonic()
+    make_roster(folder, members, numbers)
+    made = time.monotonic()
+    who = roster.load(folder / "roster.toml", folder / "organizer.pub")
+    loaded = time.monotonic()
+    settings = tiny_settings(rounds=ROUNDS, peer_sampling=VIEWS)
+    plan = RunSpec(Dac(num_peers=3, table=8), settings, "linear", "linear", seed=0)
+    federation = tiny_federation(members)
+    before = (_measured.resident() or 0) / 1e6
+    fork = multiprocessing.get_context("fork")
+    processes = [
+        fork.Process(target=run_one, args=(folder, number, plan, who, federation.host([number])))
+        for number in numbers
+    ]
+    started = time.monotonic()
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    ended = time.monotonic()
+    assert [process.exitcode for process in processes] == [0] * running
+    names = [who.members[number].name for number in numbers]
+    found = [json.loads((folder / f"{name}.json").read_text()) for name in names]
+    torch.set_num_threads(1)
+    places = {folder / "runs" / name: [number] for name, number in zip(names, numbers, strict=True)}
+    loop = replay(plan, federation, places)
+    equal = 0
+    for place, (number,) in places.items():
+        models = netlab.models_of(place)
+        equal += torch.equal(models["state.params"][0], loop.state.params[number])
+
+    def spread(name: str) -> list[float]:
+        values = sorted(one[name] for one in found)
+        return [values[0], statistics.median(values), values[-1]]
+
+    emit({
+        "views": members, "running": running, "rounds": ROUNDS, **VIEWS,
+        "roster_mb": round((folder / "roster.toml").stat().st_size / 1e6, 2),
+        "sign_s": round(made - began, 1), "load_s": round(loaded - made, 1),
+        "run_s": round(ended - started, 1), "equal_to_replay": equal,
+        "resident_before_mb": round(before, 1),
+        **{name: spread(name) for name in found[0]},
+    })  # fmt: skip
