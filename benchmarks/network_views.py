@@ -100,7 +100,7 @@ def run_one(folder: Path, number: int, plan: RunSpec, who: roster.Roster, mine: 
         node = Node(
             plan, mine, who, transport, own.sign, folder / "runs" / name,
             terms=Terms(deadline=120.0, slow=0.0),
-            patience=Patience(start=20.0, ask=5.0, linger=300.0), log=Log(name, stream=silent),
+            patience=Patience(start=20.0, ask=5.0, linger=300.0, poll=3.0), log=Log(name, stream=silent),
         )  # fmt: skip
         began, before = time.monotonic(), time.process_time()
         try:
