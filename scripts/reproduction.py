@@ -408,11 +408,7 @@ def filled(text: str, folder: Path) -> str:
         lambda m: format(eval(m[1], {"__builtins__": {}}, names), m[2] or ""),
         text,
     )
-    return made + (
-        "\n\n† Of a run that was not stored: typed by hand, before provenance was recorded."
-        if seen
-        else ""
-    )
+    return made + ("\n\n† Of a run that was not stored: typed by hand." if seen else "")
 
 
 def trials_of(folder: Path) -> Path:

@@ -50,6 +50,19 @@ def test_points_of_a_grid_differ_in_what_they_say_and_in_nothing_else():
     )
 
 
+def test_what_a_point_says_wins_over_what_its_stage_says():
+    grid = GRIDS["panm-pens"]
+    rounds = {}
+    for point in grid["points"]:
+        for stage in lineage.STAGES:
+            study = load_study(grid["studies"][0], lineage.list_changes(grid, point, stage))
+            (pens,) = [one.method for one in study.methods if one.label == "PENS"]
+            rounds[point["name"], stage] = pens.stage_one_rounds
+    own = "200 samples, PENS selects for 20 rounds"
+    assert (rounds.pop((own, 1)), rounds.pop((own, 2))) == (20, 20)
+    assert {stage: number for (_, stage), number in rounds.items()} == {1: 33, 2: 100}
+
+
 def test_the_score_is_the_mean_square_in_deviations_of_the_paper(tmp_path, monkeypatch):
     """The cells of a small run, against the paper's table and the summary as they are stored."""
     federation = tiny_federation()

@@ -679,7 +679,7 @@ def test_notes_are_filled_in_from_what_is_stored():
     trained = json.loads((folder / "origin.json").read_text())["rounds_trained"]["FedGWC"]
     assert reproduction.filled('{{trained("FedGWC")}} rounds', folder) == f"{trained} rounds"
     assert reproduction.filled('{{typed("3")}} were', folder) == (
-        "3 † were\n\n† Of a run that was not stored: typed by hand, before provenance was recorded."
+        "3 † were\n\n† Of a run that was not stored: typed by hand."
     )
     with pytest.raises(KeyError):
         reproduction.filled('{{value("FedAvg", "rand")}}', folder)
