@@ -76,12 +76,12 @@ def options() -> dict[Option, list[Any]]:
     value, has that one as an option of its own.
     """
     from coterie._util.settings import settable_fields
-    from coterie.engine import ENGINES
+    from coterie.engine import ENGINE_NAMES
     from coterie.engine.optim import OPTIMIZERS
     from coterie.functional.metrics import GROUPS, REGISTRY
 
     known: dict[Option, list[Any]] = {  # declared as texts
-        ("Settings", "engine"): ["auto", *ENGINES],
+        ("Settings", "engine"): list(ENGINE_NAMES),
         ("LocalTraining", "optimizer"): ["adam", *(name for name in OPTIMIZERS if name != "adam")],
         ("Settings", "metrics"): [
             *(one.name for one in REGISTRY.values() if one.on_request),

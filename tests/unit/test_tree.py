@@ -47,6 +47,7 @@ ELSEWHERE = {
     "studies/jobs": "unit/studies/test_run.py",
     # engines are tested by what a task computes with each of them; the native ones by what their
     # programs compute
+    "engine/_agreement": "unit/engine/native/test_compiled.py",
     "engine/_base": "unit/engine/test_task.py",
     "engine/_choice": "unit/engine/test_task.py",
     "engine/_client_axis": "unit/engine/test_shared_backbone.py",
@@ -57,6 +58,7 @@ ELSEWHERE = {
     "engine/evaluation": "unit/engine/test_task.py",
     "engine/options": "unit/engine/test_task.py",
     "engine/training": "unit/engine/test_optim_persistent.py",
+    "engine/kernels/lower": "unit/engine/kernels/test_programs.py",
     "engine/kernels/rules": "unit/engine/kernels/test_update.py",
     "engine/native/simple": "unit/engine/native/test_pooling.py",
     # what keeps one contract is tested by it

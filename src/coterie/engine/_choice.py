@@ -15,6 +15,7 @@ from coterie.engine._base import MODULE_ERRORS, Engine, Objective
 from coterie.engine._client_axis import NoClientAxisError
 from coterie.engine._loop import LoopEngine, TrialStep
 from coterie.engine._shared_backbone import SharedBackboneEngine
+from coterie.engine._triton import TritonEngine
 from coterie.engine._vmap import VmapEngine
 from coterie.engine.native.compiled import CompiledEngine
 from coterie.engine.native.compiler import CompilerError
@@ -32,6 +33,10 @@ ENGINES: dict[str, type[Engine]] = {
     "compiled": CompiledEngine,
     "shared-backbone": SharedBackboneEngine,
 }
+GPU_ENGINES: dict[str, type[Engine]] = {"triton": TritonEngine}
+"""Engines for a CUDA device alone."""
+ENGINE_NAMES = ("auto", *ENGINES, *GPU_ENGINES)
+"""What a setting may say."""
 
 # Predicted seconds, within a factor of two of what benchmarks/building.py measures. Building a
 # program: to begin, for a node of its graphs, for a convolution in them.
@@ -247,6 +252,14 @@ def make_engine(
         return _set_reason(engine, name)
     if only or name == "loop":
         return _set_reason(loop, name, *only)
+    if name == "triton":
+        try:
+            engine = TritonEngine(layout, objective, x, y, precision)
+        except NotTraceableError as error:
+            raise ModelError(
+                f"engine = 'triton' cannot train the module: {error}; take engine = 'auto'"
+            ) from error
+        return _set_reason(engine, name)
     against = []  # what speaks against a faster engine
     products = 0
     if x.device.type == "cpu" and name != "vmap":
@@ -316,8 +329,8 @@ def _check_engine_fits(
     name: str, custom_optimizer: str | None, precision: str, portable: bool
 ) -> None:
     """Refuse an engine that is unknown, or does not compute as asked."""
-    if name != "auto" and name not in ENGINES:
-        raise ConfigError(describe_unknown("engine", name, ["auto", *ENGINES]))
+    if name not in ENGINE_NAMES:
+        raise ConfigError(describe_unknown("engine", name, ENGINE_NAMES))
     if name == "compiled" and precision != "full":
         raise ConfigError(
             f"engine = 'compiled' computes in full; found precision = {precision!r}: take another "
@@ -386,11 +399,41 @@ def _make_uncompiled(
         against = [*against, f"{slow[0]} runs over one client after another all the same"]
         return _set_reason(loop, requested, *against)
     if problem is None:
+        if requested == "auto":
+            faster, why = _try_triton(engine, x, y, work)
+            if faster is not None:
+                return _set_reason(faster, requested, *against)
+            against = [*against, *why]
         return _set_reason(engine, requested, *against)
     layer, error = problem
     why = f"{layer} cannot be run over many clients at once ({first_line(error)})"
     warnings.warn(f"the loop engine is used: {why}", stacklevel=4)
     return _set_reason(loop, requested, *against, why)
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _try_triton(
+    engine: VmapEngine, x: Tensor, y: Tensor, work: Workload
+) -> tuple[TritonEngine | None, list[str]]:
+    """Return the engine of kernels where a short trial on a CUDA device says that it is faster.
+
+    A device has no bits to keep: engines agree within rounding there, so that the choice may depend
+    on a clock.
+    """
+    if not _is_on_gpu(x):
+        return None, []
+    if work.train_samples is None or work.train_samples < _FEW:
+        return None, ["too little work to compile a kernel"]
+    clients, size = work.clients or _FEW_CLIENTS, work.batch_size or len(x)
+    try:
+        found = TritonEngine(engine.layout, engine.objective, x, y, engine.precision)
+        why = found.why_not_faster(engine, x, y, clients, size)
+    except NotTraceableError as error:
+        return None, [f"the module has no kernel: {error}"]
+    return (None, [why]) if why else (found, [])
 
 
 def _is_mostly_frozen(layout: Layout) -> bool:

@@ -71,7 +71,7 @@ class EngineOptions:
     """How models are computed; results agree, up to rounding.
 
     Args:
-        engine: "auto" or a name of `engine.ENGINES`.
+        engine: "auto" or a name of `engine.ENGINE_NAMES`.
         block: how many clients are trained at once; chosen from the size of the model when None. It
             changes the speed, never the result.
         dtype: floating-point type of models and inputs.

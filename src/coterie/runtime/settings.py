@@ -117,7 +117,7 @@ class Settings(Configurable):
             Everything when empty. What is not shared never leaves a client.
         similarity_on: patterns of the tensors in which similarities compare models and updates; all
             that are trained and shared when empty.
-        engine: "auto" or a name of `engine.ENGINES`.
+        engine: "auto" or a name of `engine.ENGINE_NAMES`.
         block: number of clients trained at once; chosen when None.
         device: "cpu", "cuda", or "cuda:1" for the second of several.
         dtype: "float32" or "float64".

@@ -33,7 +33,7 @@ from coterie._util.files import check_folder, resolve_path, write_atomically
 from coterie.data.federation import Federation
 from coterie.data.schema import FILE as SCHEMA_FILE
 from coterie.data.schema import TableSchema
-from coterie.engine import ENGINES, EngineChoice
+from coterie.engine import ENGINE_NAMES, EngineChoice
 from coterie.errors import (
     CheckpointError,
     ConfigError,
@@ -225,8 +225,8 @@ class _PlanWork:
         model = self.inputs.select_study(study).model_source
         for entry in study.methods:
             engine = entry.settings.engine
-            if engine not in ("auto", *ENGINES):
-                raise ConfigError(describe_unknown("engine", engine, ("auto", *ENGINES)))
+            if engine not in ENGINE_NAMES:
+                raise ConfigError(describe_unknown("engine", engine, ENGINE_NAMES))
             # The loop engine needs no compilation, and the check is of the model and the data.
             quick = replace(entry.settings, engine="loop", portable=False)
             task = check_run(federation, entry.method, model, quick)

@@ -8,19 +8,16 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from coterie.engine._base import MODULE_ERRORS, Engine, Objective
+from coterie.engine._agreement import agrees_with_module
+from coterie.engine._base import Engine, Objective
 from coterie.engine._loop import LoopEngine
 from coterie.engine._vmap import VmapEngine
-from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
+from coterie.engine._work import EvaluationPairs, TrainingWork
 from coterie.engine.native import compiler
 from coterie.engine.native.trace import NotTraceableError, Traces
 from coterie.engine.native.traced import TracedProgram
-from coterie.engine.optim import GRADIENT_ONLY, LocalTraining
+from coterie.engine.optim import GRADIENT_ONLY
 from coterie.models.layout import Layout
-
-_ROUNDING = 8  # times the loop engine's own rounding that a program may differ from it
-# Of the largest entry, in addition to that: far above what sums round, far below a wrong formula.
-_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 
 
 class CompiledEngine(Engine):
@@ -65,7 +62,8 @@ class CompiledEngine(Engine):
         other = VmapEngine if self.program.simple else LoopEngine
         self._other = other(layout, objective)
         self.compile_seconds = self.program.seconds
-        self._compare(x, y)
+        if not agrees_with_module(self, x, y):
+            raise NotTraceableError("its native program does not compute what it does")
 
     def compute_gradients(
         self, rows: Tensor, x: Tensor, y: Tensor, inputs: Mapping[str, Tensor]
@@ -76,78 +74,6 @@ class CompiledEngine(Engine):
     def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `Engine.forward`."""
         return self._other.forward(rows, x, inputs)
-
-    def _compare(self, x: Tensor, y: Tensor) -> None:
-        """Take one gradient step with the program and the loop engine, and compare the results.
-
-        Rounding alone may move a result far: a batch normalization that sees few values magnifies
-        it, and a gate that it opens or shuts changes a gradient at once. So the program may differ
-        by as much as the loop engine in double precision does, and it has to agree on one of three
-        batches: a wrong one agrees on none.
-        """
-        # The whole batch, and its halves.
-        half = len(x) // 2
-        for part in (slice(None), slice(half), slice(half, None)):
-            if len(x[part]) and self._agrees(x[part], y[part]):
-                return
-        raise NotTraceableError("its native program does not compute what it does")
-
-    def _agrees(self, x: Tensor, y: Tensor) -> bool:
-        layout = self.layout
-        row = layout.own_values()[None]
-        ours = self._step(self, row, x, y)
-        exact = theirs = self._step(LoopEngine(layout, self.objective), row, x, y)
-        if layout.dtype == torch.float32:
-            exact = self._step_exactly(row, x, y)
-
-        def near(own: Tensor, other: Tensor, true: Tensor) -> bool:
-            rounding = float((other - true).abs().max())
-            limit = (
-                _TOLERANCE[layout.dtype] * max(1.0, float(other.abs().max())) + _ROUNDING * rounding
-            )
-            return bool(((own - other).abs() <= limit).all())
-
-        return all(map(near, ours, theirs, exact))
-
-    def _step_exactly(self, row: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a step in double precision: how far rounding alone moves those in float32.
-
-        A module that makes float32 tensors of its own, such as the first state of an LSTM cell,
-        has none: there the weights are moved by a unit of the last place instead.
-        """
-        try:
-            double = LoopEngine(Layout(self.layout.train_module, torch.float64), self.objective)
-            return self._step(double, row.double(), x, y)
-        except MODULE_ERRORS:
-            moved = row.clone()
-            moved[:, : self.layout.trainable] *= 1 + torch.finfo(row.dtype).eps
-            return self._step(LoopEngine(self.layout, self.objective), moved, x, y)
-
-    def _step(self, engine: Engine, row: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the loss of one step of an engine, and how far it moves a row."""
-        layout, dtype = engine.layout, row.dtype
-        keys = None
-        if layout.draws[True]:
-            keys = torch.ones(1, dtype=torch.int64)
-        work = TrainingWork(
-            RawSamples(x.to(dtype), y, dtype), torch.arange(len(x))[None, None],
-            torch.tensor([[len(x)]]),
-            LocalTraining(optimizer="sgd", lr=1.0), draw_keys=keys,
-            inputs={name: value.to(dtype) for name, value in self._unequal().items()},
-        )  # fmt: skip
-        rows = row.clone()
-        return engine.train(rows, work, 1), rows - row
-
-    def _unequal(self) -> dict[str, Tensor]:
-        """Return values of input buffers that differ in each entry: weights of endpoints."""
-        values = {}
-        for name, own in self.layout.zero_inputs(1).items():
-            if own.is_floating_point():
-                weights = torch.arange(1, own[0].numel() + 1, dtype=self.layout.dtype).reshape(
-                    own.shape
-                )
-                values[name] = (weights / weights.sum())[:, None]
-        return values
 
     def train(
         self, rows: Float[Tensor, "clients params"], work: TrainingWork, block: int

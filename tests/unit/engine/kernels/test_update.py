@@ -257,7 +257,7 @@ from triton.compiler import ASTSource
 from coterie.engine.kernels.rules import LAUNCH
 from coterie.engine.kernels.update import _update
 
-flags = "ADAM", "EACH", "SHRINK", "DECAY", "MOMENTUM", "NESTEROV", "NEAR"
+flags = "ADAM", "EACH", "SHRINK", "DECAY", "PROX", "MOMENTUM", "NESTEROV", "NEAR"
 for chosen in ("ADAM NEAR EACH SHRINK", "ADAM DECAY", "MOMENTUM NESTEROV DECAY EACH", ""):
     fixed = {flag: flag in chosen.split() for flag in flags} | {"BLOCK": 1024}
     pointers = dict.fromkeys(("rows", "grads", "first", "second", "numbers"), "*fp32")
