@@ -24,6 +24,7 @@ from coterie._util.names import format_clients, shorten_text
 from coterie.functional.metrics import EPSILON, Metric
 from coterie.report.data import build_empty_payload, build_payload
 from coterie.results import by_phase, pairs
+from coterie.results.planted import MOST_CLUSTERS
 from coterie.results.stored_runs import (
     StoredRun,
     UnreadableRun,
@@ -303,7 +304,7 @@ def render_study_description(config: Mapping[str, Any], data: Mapping[str, Any])
         "Drift": "; ".join(map(_describe_shift, settings.get("drift") or [])),
         "Clients": _describe_clients(settings, data),
         "Folds": _describe_folds(settings.get("folds")),
-        "Planted clusters": ", ".join(map(_describe_cluster, data["clusters"])),
+        "Planted clusters": _describe_clusters(data["clusters"]),
         "Model": _format_value(model.get("kind")),
         "Compared": ", ".join(compared),
         "Training": _describe_training(config, local),
@@ -340,6 +341,16 @@ def _describe_averaging(clusters: bool) -> str:
         )
     last = "then mean ± population standard deviation over the n seeds that all methods finished"
     return f"{first}; {last}"
+
+
+def _describe_clusters(clusters: Sequence[Mapping[str, Any]]) -> str:
+    """Describe the planted clusters: each, or how many and how large where they are many."""
+    if len(clusters) <= MOST_CLUSTERS:
+        return ", ".join(map(_describe_cluster, clusters))
+    sizes = [cluster["size"] for cluster in clusters]
+    low, high = min(sizes), max(sizes)
+    span = f"{low}" if low == high else f"{low} to {high}"
+    return f"{len(clusters)}, each of {span} client{'s' if high != 1 else ''}"
 
 
 def _describe_cluster(cluster: Mapping[str, Any]) -> str:

@@ -8,24 +8,29 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, StrMethodFormatter
+from scipy import sparse
 
 from coterie._util.mappings import map_values
 from coterie._util.names import format_client, shorten_text
 from coterie.errors import ConfigError, DataError
 from coterie.functional.metrics import DIVERGED, LABEL, Metric
 from coterie.report.data.packing import (
+    MOST_CLIENTS,
     align_seeds,
     build_dense_table,
     mean_over_clients,
     nan_mean_std,
+    sample_clients,
 )
+from coterie.report.data.reads import assign_cells
 from coterie.results import graph, summary
+from coterie.results.planted import MOST_CLUSTERS
 from coterie.results.stored_runs import (
     FEDERATION,
     StoredRun,
@@ -58,6 +63,8 @@ MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 WIDTH = 3.3  # inches: a column of a paper
 ACROSS = 4  # panels in a row
 MOST_NAMES = 20  # clients of which a picture has room for the names
+MOST_CELLS = 1000  # side of a heatmap: of a larger population a cell holds several clients
+MOST_LINED = 500  # clients of a larger population whose lines a graph has
 PERCENT = 100.0
 FAR = 10.0  # the ratio of values from which an axis becomes logarithmic
 
@@ -166,41 +173,73 @@ def draw_heatmaps(runs: NamedRuns) -> DrawnFigure:
     groups = _select_reading_groups(runs)
     if not groups:
         raise DataError("no method here reads other clients; there is nothing to show in a heatmap")
-    # All panels share one color scale.
     counts = map_values(_sum_reads, groups)
-    most = max(int(count.max()) for count in counts.values())
+    cells = {name: _bin_reads(groups[name], count) for name, count in counts.items()}
+    # All panels share one color scale.
+    most = max(int(image.max()) for _, image in cells.values())
     figure, panels = make_panels(len(groups))
     # A square root: a few frequent pairs would hide all others on a linear scale.
-    norm, rows, names = PowerNorm(0.5, 0, most), [], merge_client_names(run for _, run in runs)
+    norm, tables, names = PowerNorm(0.5, 0, most), [], merge_client_names(run for _, run in runs)
     for number, (axes, (name, count)) in enumerate(zip(panels, counts.items(), strict=True)):
-        cluster = pad_planted_clusters(groups[name], len(count))
+        cell, image = cells[name]
+        cluster, largest = (
+            pad_planted_clusters(groups[name], len(cell)),
+            int(np.bincount(cell).max()),
+        )
         # A stable sort keeps the clients of a cluster in the order of their ids.
-        order = np.argsort(cluster, kind="stable")
+        order = np.argsort(cell, kind="stable")
         axes.grid(visible=False)
-        axes.imshow(count[order][:, order], cmap="magma_r", norm=norm)
+        axes.imshow(image, cmap="magma_r", norm=norm)
         # Between two cells: imshow centers cell i at i.
-        for edge in np.flatnonzero(np.diff(cluster[order])) + 0.5:
+        edges = cell[order][np.flatnonzero(np.diff(cluster[order]))] + 0.5
+        for edge in edges if len(edges) < MOST_CLUSTERS else ():
             axes.axhline(edge, color="#888888", lw=0.5)
             axes.axvline(edge, color="#888888", lw=0.5)
         # 26 letters are as wide as a panel.
-        axes.set(title=textwrap.fill(name, 26), xlabel="peer whose\nmodel was used")
+        title, row = textwrap.fill(name, 26), "client"
+        if largest > 1:
+            title, row = (
+                f"{title}\nof {len(cell):,} clients",
+                f"cell of {largest:,} clients or fewer",
+            )
+        axes.set(title=title, xlabel="peer whose\nmodel was used")
         is_left = number % ACROSS == 0
         if is_left:
-            axes.set(ylabel="client")
+            axes.set(ylabel=row)
         if names and len(order) <= MOST_NAMES:
             ticks = [shorten_text(format_client(names, client), 16) for client in order.tolist()]
             axes.set_xticks(range(len(order)), ticks, rotation=90, fontsize=5)
             axes.set_yticks(range(len(order)), ticks if is_left else [], fontsize=5)
-        for i, j in np.argwhere(count):
-            rows.append((name, int(i), int(j), int(count[i, j])))
+        tables.append(_list_reads(name, image if largest > 1 else count, largest))
     figure.colorbar(
         ScalarMappable(norm, "magma_r"),
         ax=panels,
         label="times used (square-root scale)",
         shrink=0.8,
     )
-    table = pd.DataFrame(rows, columns=["method", "reader", "read", "times"])
-    return figure, _add_client_names(table, names)
+    return figure, _add_client_names(pd.concat(tables, ignore_index=True), names)
+
+
+def _bin_reads(
+    group: Sequence[StoredRun], counts: Any
+) -> tuple[Int[np.ndarray, " population"], Int[np.ndarray, "cells cells"]]:
+    """Return the cell of each client of a heatmap, and the reads of each pair of cells."""
+    cell = assign_cells(pad_planted_clusters(group, counts.shape[0]), MOST_CELLS)
+    side, whole = int(cell.max()) + 1, counts.tocoo()
+    code = cell[whole.row] * side + cell[whole.col]
+    image = np.bincount(code, weights=whole.data, minlength=side * side)
+    return cell, image.reshape(side, side).astype(np.int64)
+
+
+def _list_reads(name: str, counts: Any, clients: int) -> pd.DataFrame:
+    """List the pairs with reads of a heatmap, of clients or of cells with several clients."""
+    pairs = sparse.csr_array(counts)
+    pairs.sort_indices()
+    entries = pairs.tocoo()
+    reader, read = ("reader", "read") if clients == 1 else ("reader_cell", "read_cell")
+    return pd.DataFrame(
+        {"method": name, reader: entries.row, read: entries.col, "times": entries.data}
+    )
 
 
 def _select_reading_groups(runs: NamedRuns) -> dict[str, list[StoredRun]]:
@@ -282,24 +321,28 @@ def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFi
         values = np.mean([series.reindex(ids).to_numpy(float) for series in done], axis=0)
         planted = cluster.reindex(ids).to_numpy()
         names = load_cluster_names(group[0].folder.parent.parent, map(int, np.unique(planted)))
+        # Of many clients a sample of each cluster; the table has all.
+        drawn = np.isin(np.arange(len(ids)), sample_clients(planted, MOST_CLIENTS))
         for number, c in enumerate(sorted(names)):
-            mine = planted == c
+            every = planted == c
+            mine = every & drawn
             # Multiples of the golden ratio spread points evenly and the same in every drawing.
             jitter = 0.5 * ((ids[mine] * 0.618033988749895) % 1) - 0.25
             # Each cluster once in the legend; clients without a known cluster are not named.
-            label = names[c] if c >= 0 and c not in named else None
+            fits = len(names) <= MOST_CLUSTERS
+            label = names[c] if fits and c >= 0 and c not in named else None
             named.add(c)
             axes.plot(
                 place + jitter,
                 shown.scale * values[mine],
                 MARKS[number % 8],
                 color=COLORS[number % 8],
-                ms=3,
+                ms=3 if drawn.all() else 1.5,
                 alpha=0.8,
                 label=label,
                 mew=0,
             )
-            for client, value in zip(ids[mine], values[mine], strict=True):
+            for client, value in zip(ids[every], values[every], strict=True):
                 rows.append((name, int(client), names[c], float(value)))
         mean = shown.scale * values.mean()
         axes.plot([place - 0.3, place + 0.3], [mean, mean], color="black", lw=1)
@@ -337,7 +380,7 @@ def draw_graphs(runs: NamedRuns, *, peers: int = 3, after: str | None = None) ->
     if not groups:
         raise DataError("no method here reads other clients; there is no graph to draw")
     counts = {name: _sum_reads(group, start) for name, group in groups.items()}
-    if not any(count.any() for count in counts.values()):
+    if not any(count.nnz for count in counts.values()):
         raise DataError(
             f"no client reads another in round {start} or later ({after}); there is no "
             "graph to draw"
@@ -346,21 +389,29 @@ def draw_graphs(runs: NamedRuns, *, peers: int = 3, after: str | None = None) ->
     rows, names = [], merge_client_names(run for _, run in runs)
     for axes, (name, group) in zip(panels, groups.items(), strict=True):
         count = counts[name]
-        cluster = pad_planted_clusters(group, len(count))
+        cluster = pad_planted_clusters(group, count.shape[0])
         order = np.argsort(cluster, kind="stable")
+        shown = drawn = np.arange(len(cluster))
+        title = name
+        if len(cluster) > MOST_CELLS:
+            shown = sample_clients(cluster, MOST_LINED)
+            title = f"{name}\n{len(shown):,} of {len(cluster):,} clients and their peers"
         # Neighbors on the circle are clients of one cluster.
         angle = np.empty(len(cluster))
         angle[order] = 2 * np.pi * np.arange(len(cluster)) / len(cluster)
         x, y = np.cos(angle), np.sin(angle)
-        for i, row in enumerate(count):
-            for j in np.argsort(-row, kind="stable")[:peers]:
-                # Fewer peers than asked for: the rest of the order has zeros.
-                if row[j]:
+        top, times = graph.find_top_peers(count, shown, peers)
+        for place, i in enumerate(shown.tolist()):
+            for j, number in zip(top[place].tolist(), times[place].tolist(), strict=True):
+                # Fewer peers than asked for: the last places have zeros.
+                if number:
                     ends = [x[i], x[j]], [y[i], y[j]]
                     axes.plot(*ends, color="#777777", lw=0.4, alpha=0.6, zorder=1)
-                    rows.append((name, i, int(j), int(row[j])))
+                    rows.append((name, i, j, number))
+        if len(shown) < len(cluster):
+            drawn = np.union1d(shown, top[times > 0])
         for number, c in enumerate(np.unique(cluster)):
-            mine = cluster == c
+            mine = drawn[cluster[drawn] == c]
             axes.plot(x[mine], y[mine], MARKS[number % 8], color=COLORS[number % 8], ms=4, zorder=2)
         shown_names = names if len(cluster) <= MOST_NAMES else {}
         for client, client_name in shown_names.items():
@@ -379,7 +430,7 @@ def draw_graphs(runs: NamedRuns, *, peers: int = 3, after: str | None = None) ->
                 rotation_mode="anchor",
             )
         # Higher where names of clients stand around the circle.
-        axes.set_title(name, pad=45 if shown_names else None)
+        axes.set_title(title, pad=45 if shown_names else None)
         axes.set(aspect="equal")
         axes.axis("off")
     table = pd.DataFrame(rows, columns=["method", "reader", "read", "times"])
@@ -485,14 +536,17 @@ def _select_number(value: Any) -> int | float | None:
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 
-def _sum_reads(group: Sequence[StoredRun], start: int = 0) -> np.ndarray:
-    """Count how often each client used each other's model from a round on, all seeds together."""
+def _sum_reads(group: Sequence[StoredRun], start: int = 0) -> Any:
+    """Count how often each client used each other's model from a round on, all seeds together.
+
+    The matrix is sparse.
+    """
     # Seeds can name different numbers of clients; matrices must agree to be added.
     population = max(run.population for run in group)
-    total = np.zeros((population, population), dtype=np.int64)
+    total = sparse.csr_array((population, population), dtype=np.int64)
     for run in group:
         table = run.edges.loc[(run.edges["round"] >= start).to_numpy()]
-        total += graph.count_reads(table, population)
+        total = total + graph.count_reads_sparse(table, population)
     return total
 
 

@@ -349,6 +349,27 @@ def compare_partitions(
     }
 
 
+def find_top_peers(
+    counts: Any, clients: Int[np.ndarray, " clients"], most: int
+) -> tuple[Int[np.ndarray, "clients peers"], Int[np.ndarray, "clients peers"]]:
+    """Find the peers that some clients read most, and how often: most read first, ties by id.
+
+    Args:
+        counts: a sparse matrix, as `count_reads_sparse` returns.
+        clients: whose peers are found.
+        most: peers of a client; a client that read fewer has 0 times in its last places.
+    """
+    peers, times = np.zeros((2, len(clients), min(most, counts.shape[0])), dtype=np.int64)
+    for row, client in enumerate(clients):
+        # The entries of one row of a CSR matrix.
+        own = slice(counts.indptr[client], counts.indptr[client + 1])
+        read, count = np.asarray(counts.indices[own]), np.asarray(counts.data[own])
+        order = np.lexsort((read, -count))[: peers.shape[1]]
+        peers[row, : len(order)] = read[order]
+        times[row, : len(order)] = count[order]
+    return peers, times
+
+
 def count_readers(
     counts: Num[np.ndarray, "population population"] | sparse.csr_array,
 ) -> Num[np.ndarray, " population"]:

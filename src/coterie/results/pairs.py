@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Bool, Float
-from scipy import stats
+from jaxtyping import Bool, Float, Int
+from scipy import sparse, stats
 
 from coterie._util.mappings import select_keys
 from coterie.functional.metrics import Metric
@@ -27,6 +27,7 @@ from coterie.functional.paired import (
     overlap_from_share,
 )
 from coterie.methods import METHODS
+from coterie.results.planted import MOST_CLUSTERS
 
 # Rounded, since 1 - 0.95 is a little above 0.05 in binary numbers.
 SIGNIFICANCE_LEVEL = round(1 - CONFIDENCE, 10)
@@ -113,6 +114,9 @@ def compare_pairs(
 ) -> list[Pair]:
     """Compare methods in pairs: over all clients, over each planted cluster, and over clusters.
 
+    Of more than `MOST_CLUSTERS` planted clusters, over all clients and over clusters alone: nobody
+    reads hundreds of columns, and each has few clients.
+
     Args:
         values: by method and seed the final value of each client, indexed by client id; without
             clients whose test samples leave the metric undefined. Two methods are compared over the
@@ -137,6 +141,9 @@ def compare_pairs(
         known = sorted(int(cluster) for cluster in found if cluster >= 0)
     columns = [names.get(cluster, str(cluster)) for cluster in known]
     columns += ["all", "clusters"] if known else ["all"]
+    # The last ones are those over all clients and over clusters.
+    left_out = len(known) if len(known) > MOST_CLUSTERS else 0
+    columns = columns[left_out:]
     # [seeds, methods, methods, groups of clients]
     means = np.full((len(seeds), len(labels), len(labels), len(columns)), np.nan)
     wins, counts = np.zeros_like(means), np.zeros_like(means)
@@ -144,14 +151,12 @@ def compare_pairs(
         # The clients of this seed: seeds may have other ones.
         ids = planted[seed].index
         table, there = _stack_values([own.get(seed) for own in values.values()], ids)
-        # [groups, clients]: the planted clusters, then everybody.
-        member = np.ones((len(known) + 1, len(ids)), dtype=bool)
-        for group, cluster in enumerate(known):
-            member[group] = planted[seed].to_numpy() == cluster
+        groups = _mark_groups(planted[seed].to_numpy(), known)
         for m in range(len(labels)):
-            means[s, m], wins[s, m], counts[s, m] = _compare_with_each(
-                m, metric.sign * table, there, member, len(columns)
+            parts = _compare_with_each(
+                m, metric.sign * table, there, groups, left_out + len(columns)
             )
+            means[s, m], wins[s, m], counts[s, m] = (part[:, left_out:] for part in parts)
     out = []
     for column, cluster in enumerate(columns):
         pairs = []
@@ -170,6 +175,25 @@ def compare_pairs(
                 pairs.append(pair)
         out += correct_p_values(pairs)
     return out
+
+
+def _mark_groups(clusters: Int[np.ndarray, " clients"], known: Sequence[int]) -> Any:
+    """Return [clients, groups], 1 for a client of a group: of planted clusters, then everybody.
+
+    Of many clusters the matrix is sparse.
+    """
+    if len(known) <= MOST_CLUSTERS:
+        member = np.ones((len(known) + 1, len(clusters)))
+        for group, cluster in enumerate(known):
+            member[group] = clusters == cluster
+        return member.T
+    everybody = np.arange(len(clusters))
+    inside = np.flatnonzero(clusters >= 0)
+    group = np.searchsorted(known, clusters[inside])
+    rows = np.concatenate([inside, everybody])
+    columns = np.concatenate([group, np.full(len(everybody), len(known))])
+    shape = len(clusters), len(known) + 1
+    return sparse.csr_array((np.ones(len(rows)), (rows, columns)), shape=shape)
 
 
 def _stack_values(
@@ -191,17 +215,23 @@ def _compare_with_each(
     method: int,
     table: Float[np.ndarray, "methods clients"],
     there: Bool[np.ndarray, "methods clients"],
-    member: Bool[np.ndarray, "groups clients"],
+    groups: Any,
     columns: int,
 ) -> tuple[Float[np.ndarray, "methods columns"], ...]:
     """Compare one method with each method in one seed.
+
+    Args:
+        method: its row.
+        table: the value of each client.
+        there: whether a method has it.
+        groups: [clients, groups], as numbers, so that one matrix product counts and sums.
+        columns: of the result: the groups, and the mean over clusters where there are any.
 
     Returns:
         By method and group of clients: how much better it is, with how many of its clients, and how
         many clients both have.
     """
-    # As numbers, so that one matrix product counts and sums over groups.
-    both, groups = there[method] & there, member.T.astype(float)
+    both = there[method] & there
     with np.errstate(invalid="ignore", divide="ignore"):
         # 0 where one lacks the client, so that it adds nothing.
         better = np.where(both, table[method] - table, 0.0)
@@ -211,7 +241,7 @@ def _compare_with_each(
         lost = ~np.isfinite(better)
         sums = np.where((lost @ groups) > 0, np.nan, np.where(lost, 0.0, better) @ groups)
         parts = sums / counts, ((better > 0) & both) @ groups, counts
-    if columns == len(member):
+    if columns == groups.shape[1]:
         return parts
     # Mean of the clusters' means; shares and counts are those of everybody.
     over_clusters = parts[0][:, :-1].mean(1), parts[1][:, -1], parts[2][:, -1]

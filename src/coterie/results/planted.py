@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
+MOST_CLUSTERS = 50
+"""Planted clusters that results and pages have one by one; of more, their mean alone."""
+
 
 @dataclass(frozen=True)
 class PlantedPhases:

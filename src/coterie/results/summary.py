@@ -14,8 +14,10 @@ from jaxtyping import Float
 
 from coterie._util import manifest
 from coterie._util.claims import claim_folder
+from coterie._util.mappings import drop_keys
 from coterie.functional import metrics
 from coterie.results import by_phase, pairs
+from coterie.results.planted import MOST_CLUSTERS
 from coterie.results.selection import select_compared_runs, summarize_coverage
 from coterie.results.stored_runs import (
     StoredRun,
@@ -122,7 +124,10 @@ def summarize_runs(
 
 
 def _build_rows(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Build the rows of a summary: each metric of each method in each cluster."""
+    """Build the rows of a summary: each metric of each method in each cluster.
+
+    Of more than `MOST_CLUSTERS` planted clusters, over all clients and over clusters alone.
+    """
     rows = []
     for group in group_by_label(runs).values():
         for metric in _list_result_metrics(group):
@@ -131,6 +136,9 @@ def _build_rows(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[dic
                 for cluster, value in compute_cluster_means(run, metric).items():
                     # Where data change over the rounds, a cluster may be empty with some seeds.
                     reduced.setdefault(cluster, []).append(value)
+            planted = [cluster for cluster in reduced if isinstance(cluster, int)]
+            if len(planted) > MOST_CLUSTERS:
+                reduced = drop_keys(reduced, planted)
             for cluster, values in _order_clusters(reduced):
                 mean, deviation = mean_std_over_seeds(np.array(values))
                 row = describe_method(group[0])
@@ -244,10 +252,15 @@ def compute_cluster_means(run: StoredRun, metric: str) -> dict[int | str, float]
     planted = clusters.reindex(run.final_values(metric).index).to_numpy()
     found = clusters.reindex(values.index).to_numpy()
     out: dict[int | str, float] = {}
-    for cluster in np.unique(planted):
-        if cluster >= 0:
-            own = values.to_numpy()[found == cluster]
-            out[int(cluster)] = float(own.mean()) if len(own) else math.nan
+    # In the order of clusters, and in each that of ids: every cluster is one slice.
+    order = np.argsort(found, kind="stable")
+    ordered, sorted_clusters = values.to_numpy()[order], found[order]
+    known = np.unique(planted[planted >= 0])
+    first = np.searchsorted(sorted_clusters, known, side="left")
+    last = np.searchsorted(sorted_clusters, known, side="right")
+    for cluster, start, end in zip(known, first, last, strict=True):
+        own = ordered[start:end]
+        out[int(cluster)] = float(own.mean()) if len(own) else math.nan
     over = float(np.mean(list(out.values()))) if out else None
     # skipna=False: one diverged client makes the mean NaN, so that it is not averaged away.
     out["all"] = float(values.mean(skipna=False))

@@ -2,10 +2,12 @@ import base64
 import json
 import zlib
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from coterie.report import page as report_page
 from coterie.report.data import build_payload
 from coterie.report.data.packing import (
     MOST_CLIENTS,
@@ -16,7 +18,9 @@ from coterie.report.data.packing import (
     thin_indices,
 )
 from coterie.report.data.reads import assign_cells
+from coterie.report.page import render_overview
 from coterie.results.equal_budget import rank_at_equal_budget
+from coterie.results.planted import MOST_CLUSTERS
 from coterie.results.stored_runs import load_runs
 
 
@@ -232,6 +236,72 @@ def test_of_a_large_population_a_sample_is_shown_and_means_are_over_all(write_ru
         "0": {"clients": 1250, "labels": [1250, int(ids[::2].sum())]},
         "1": {"clients": 1250, "labels": [1250, int(ids[1::2].sum())]},
     }
+
+
+@pytest.fixture
+def many_clusters(write_run, tmp_path):
+    """1,200 clients in 300 clusters, client i in i modulo 300; it has accuracy i / 1200 and read i + 1 twice, i + 2 once."""
+    clients, ids = 1200, np.arange(1200)
+    metrics = [
+        (round, int(i), int(i % 300), split, model, "accuracy", i / clients)
+        for round, split, model in [
+            (0, "validation", "current"),
+            (1, "validation", "current"),
+            (1, "test", "best"),
+        ]
+        for i in ids
+    ]
+    edges = [
+        (round, int(i), int((i + step) % clients), "mix", 0.5, 8)
+        for i in ids
+        for round, step in ((0, 1), (1, 1), (1, 2))
+    ]
+    write_run(
+        tmp_path / "many" / "Random" / "seed-0",
+        kind="random",
+        label="Random",
+        seed=0,
+        metrics=metrics,
+        edges=edges,
+    )
+    told = {"labels": [[1, int(i)] for i in ids], "classes": ["a", "b"], "train": ids.tolist()}
+    told |= {"shift": [], "validation": ids.tolist(), "name": "made up", "fingerprint": "0"}
+    told["images"] = [["data:,"]] * 300
+    (tmp_path / "many" / "federation.json").write_text(json.dumps(told))
+    return tmp_path / "many"
+
+
+def test_a_page_of_many_planted_clusters_has_their_mean_alone(many_clusters):
+    runs, problems = load_runs([many_clusters])
+    page = build_payload(runs, problems)
+    rows = page["results"]["rows"]
+    assert {row["cluster"] for row in rows} == {"all", "clusters"}
+    assert [row["mean"] for row in rows] == pytest.approx([np.arange(1200).mean() / 1200] * 2)
+    (curve,) = [one for one in page["curves"] if one["metric"] == "accuracy"]
+    assert curve["mean"]["shape"] == [2, 2]
+    assert "images" not in page["data"]
+    assert max(page["reads"]["cell"]) + 1 == 240, "five clients in each cell"
+    assert set(np.bincount(page["reads"]["cell"])) == {5}
+    first = render_overview(page, runs)
+    assert "<dd>300, each of 4 clients</dd>" in first
+    assert "cluster 7" not in first
+    # In the order of clusters: 0, 300, 600, 900, 1, ... so that a cell has neighbors of two.
+    assert np.flatnonzero(np.array(page["reads"]["cell"]) == 0).tolist() == [0, 1, 300, 600, 900]
+
+
+def test_the_page_and_the_results_agree_on_how_many_clusters_are_many():
+    script = (Path(report_page.__file__).parent / "assets" / "core.js").read_text()
+    assert f"const MOST_CLUSTERS = {MOST_CLUSTERS};" in script
+
+
+def test_labels_of_many_clusters_are_added_up_over_all_clients(monkeypatch, many_clusters):
+    """1,200 clients, of which a page shows 100."""
+    from coterie.report import data
+
+    monkeypatch.setattr(data, "sample_clients", lambda cluster: np.arange(0, 1200, 12))
+    found = build_payload(*load_runs([many_clusters]))["data"]
+    assert found["sums"] == {"-1": {"clients": 1200, "labels": [1200, 1200 * 1199 // 2]}}
+    assert len(found["train"]) == 100
 
 
 def test_a_window_holds_its_own_reads_alone(write_run, tmp_path):

@@ -71,6 +71,57 @@ def test_numbers_of_a_heatmap_are_the_reads(population, tmp_path):
     }
 
 
+@pytest.fixture
+def crowd(tmp_path, write_run):
+    """2,500 clients in five clusters; client i has accuracy i / 2500, and read i + 1 twice and i + 7 once."""
+    clients = 2500
+    metrics = [(1, i, i % 5, "test", "best", "accuracy", i / clients) for i in range(clients)]
+    edges = [
+        (round, i, (i + step) % clients, "mix", 0.5, 8)
+        for i in range(clients)
+        for round, step in ((0, 1), (1, 1), (1, 7))
+    ]
+    folder = tmp_path / "crowd" / "DAC" / "seed-0"
+    write_run(folder, kind="dac", label="DAC", seed=0, metrics=metrics, edges=edges)
+    return tmp_path / "crowd"
+
+
+def test_a_heatmap_of_many_clients_has_cells_of_several(crowd, tmp_path):
+    """2,500 clients by three, cluster by cluster of 500: 167 cells each, the last of two; all 7,500 reads are in it."""
+    table = numbers(figures.plot([crowd], "heatmap", out=tmp_path / "h.svg"))
+    assert list(table) == ["method", "reader_cell", "read_cell", "times"]
+    assert table["times"].sum() == 7500
+    assert table[["reader_cell", "read_cell"]].to_numpy().max() == 5 * 167 - 1
+    # Cell 0 has clients 0, 5, 10 of cluster 0: they read 1, 6, 11 of cluster 1 twice each, which
+    # are its first three, and 7, 12, 17 of cluster 2 once, its places 1, 2, 3: cells 0, 0 and 1.
+    own = table.loc[table["reader_cell"] == 0].set_index("read_cell")["times"].to_dict()
+    assert own == {167: 6, 334: 2, 335: 1}
+    text = (tmp_path / "h.svg").read_text()
+    assert "of 2,500 clients" in text
+    assert "cell of 3 clients or fewer" in text
+
+
+def test_a_graph_of_many_clients_has_the_lines_of_a_sample(crowd, tmp_path):
+    table = numbers(figures.plot([crowd], "graph", out=tmp_path / "g.svg"))
+    assert table["reader"].nunique() == 500
+    assert table.groupby(table["reader"] % 5)["reader"].nunique().tolist() == [100] * 5
+    assert len(table) == 1000
+    assert ((table["read"] - table["reader"]) % 2500).tolist() == [1, 7] * 500
+    assert table["times"].tolist() == [2, 1] * 500
+    assert "500 of 2,500 clients and their peers" in (tmp_path / "g.svg").read_text()
+
+
+def test_strips_of_many_clients_have_points_of_a_sample_and_numbers_of_all(crowd, monkeypatch):
+    figure, table = plots.draw_client_strips([("DAC", run) for run in load_runs([crowd])[0]])
+    assert len(table) == 2500
+    lines = [line for line in figure.axes[0].get_lines() if line.get_marker() != "None"]
+    assert [len(line.get_xdata()) for line in lines] == [400] * 5
+    monkeypatch.setattr(plots, "MOST_CLIENTS", 2500)
+    figure, _ = plots.draw_client_strips([("DAC", run) for run in load_runs([crowd])[0]])
+    lines = [line for line in figure.axes[0].get_lines() if line.get_marker() != "None"]
+    assert [len(line.get_xdata()) for line in lines] == [500] * 5
+
+
 def test_strips_hold_the_mean_over_seeds_of_each_client(small, tmp_path):
     """Client 0 under DAC: (.7 + .6) / 2."""
     table = numbers(figures.plot([small], "clients", out=tmp_path / "s.svg"))

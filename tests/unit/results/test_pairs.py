@@ -348,3 +348,25 @@ def test_a_method_without_a_mean_is_not_ranked_and_named():
     assert pairs.describe_leaders(rows, [], ACCURACY) == (
         "Broken is not ranked: in some seed a client of it has no finite accuracy (it diverged)."
     )
+
+
+def test_of_many_planted_clusters_only_the_means_are_compared(monkeypatch):
+    """60 clusters of two clients and one unknown client: over clients and over clusters, by numpy."""
+    values = made(A=0.8, B=0.75, clients=121)
+    clusters = [-1, *np.repeat(np.arange(60), 2).tolist()]
+    found = pairs.compare_pairs(*study(values, clusters), ACCURACY, {})
+    assert [pair.cluster for pair in found] == ["all", "clusters"]
+    difference = values["A"] - values["B"]
+    by_cluster = difference[:, 1:].reshape(6, 60, 2).mean(2).mean(1)
+    for pair, expected in zip(found, (difference.mean(1), by_cluster), strict=True):
+        assert pair.difference == pytest.approx(expected.mean())
+        assert pair.p == pytest.approx(stats.ttest_1samp(expected, 0).pvalue)
+        assert (pair.gained, pair.lost) == ((difference > 0).mean(), (difference < 0).mean())
+        assert pair.clients == 121
+    # As if they were few: the same two pairs at the end.
+    monkeypatch.setattr(pairs, "MOST_CLUSTERS", 60)
+    each = pairs.compare_pairs(*study(values, clusters), ACCURACY, {})
+    assert [pair.cluster for pair in each[:-2]] == [str(number) for number in range(60)]
+    assert [pair.difference for pair in each[-2:]] == pytest.approx(
+        [pair.difference for pair in found]
+    )

@@ -18,6 +18,7 @@ page.views.push({
     const methods = data.methods.map((m, i) => i).filter((m) => Number.isFinite(values[m * clients]));
     const baseline = data.clients.baseline;
     const planted = data.clusters.length > 0;
+    const groups = listed(data);
     const rows = ids.map((client, place) => ({
       client, place,
       cells: [data.names ? clientName(data, client) : client, ...(data.names ? [client] : []), ...(planted ? [clusterName(data, data.cluster[client])] : []), ...methods.map((m) => of("final", m, place)),
@@ -49,7 +50,7 @@ page.views.push({
         const own = ids.map((_, place) => of("final", m, place));
         return `${data.methods[m].label}: from ${show(Math.min(...own), metric)} to ${show(Math.max(...own), metric)}`;
       }).join("; ")}`,
-      caption: `Each point is a client (mean over seeds), each bar the mean over clients${planted ? "; color and shape by planted cluster" : ""}. Click a point to see the client.`,
+      caption: `Each point is a client (mean over seeds), each bar the mean over clients${groups.length ? "; color and shape by planted cluster" : ""}. Click a point to see the client.`,
       click: (event) => { if (event.data && event.data.client !== undefined) pick(rows[event.data.place]); },
       option: () => ({
         xAxis: axis("", { type: "value", min: -0.5, max: shownMethods().length - 0.5, splitLine: { show: false }, axisTick: { show: false },
@@ -60,10 +61,10 @@ page.views.push({
         tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => (e.data.client === undefined ? "" :
           `${escapeText(withCluster(data, e.data.client))}<br><b>${show(e.data.value[1], metric, state.what === "gain")}</b>`) },
         grid: { ...base().grid, bottom: turned() ? 90 : 48 },
-        series: [...(data.clusters.length ? data.clusters : [{ id: -1, name: "clients" }]).map((cluster) => ({
+        series: [...(groups.length ? groups : [{ id: -1, name: "clients" }]).map((cluster) => ({
           name: cluster.name, type: "scatter", symbol: markOf(cluster.id), symbolSize: clients > 300 ? 5 : 8,
           itemStyle: { color: clusterColor(cluster.id), opacity: 0.95 }, cursor: "pointer",
-          data: shownMethods().flatMap((m, column) => ids.flatMap((client, place) => (data.cluster[client] !== cluster.id ? [] :
+          data: shownMethods().flatMap((m, column) => ids.flatMap((client, place) => (groups.length && data.cluster[client] !== cluster.id ? [] :
             [{ value: [column + spread(client), of(state.what, m, place)], client, place }]))),
         })), {
           type: "scatter", silent: true, symbol: "rect", symbolSize: [Math.min(70, 0.62 * room()), 3], itemStyle: { color: css("--text") }, z: 5, name: "mean",

@@ -81,6 +81,10 @@ function brief(text, most = 20) {
   return signs.length <= most ? text : `${signs.slice(0, most - 1).join("").trimEnd()}…`;
 }
 
+/* The planted clusters that views show one by one: all, or none where they are too many (MOST_CLUSTERS of planted.py). */
+const MOST_CLUSTERS = 50;
+const listed = (data) => (data.clusters.length > MOST_CLUSTERS ? [] : data.clusters);
+
 /* The clients that arrays of one entry a client are of: all, or a sample of a large population. */
 const shownClients = (data) => data.clients.shown ?? data.cluster.map((_, i) => i);
 const sampleNote = (data) => (data.clients.shown

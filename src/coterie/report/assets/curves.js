@@ -48,7 +48,7 @@ page.views.push({
     const kinds = [...new Map(data.curves.map((c) => [`${c.split} ${c.metric}`, c])).values()];
     const groups = [[0, "all clients (mean)"]];
     if (data.clusters.length) groups.push([1, "clusters (mean, equal weight)"]);
-    data.clusters.forEach((cluster, i) => groups.push([2 + i, cluster.name]));
+    listed(data).forEach((cluster, i) => groups.push([2 + i, cluster.name]));
     // Rounds of methods that do not wait for each other differ in length.
     const timed = data.curves.every((curve) => curve.seconds);
     const state = kept("curves", { kind: 0, group: 0, bands: true, small: false, by: timed ? "seconds" : "rounds" });

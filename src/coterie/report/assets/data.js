@@ -6,14 +6,15 @@ page.views.push({
   ready: (data) => Boolean(data.data?.labels),
   async draw(root, data) {
     const told = data.data;
-    const groups = data.clusters.length ? data.clusters : [{ id: -1, name: "all clients" }];
+    const apart = listed(data).length > 0;
+    const groups = apart ? data.clusters : [{ id: -1, name: "all clients" }];
     root.append(h("h2", {}, "The data"), h("p", {}, `${told.name}; fingerprint ${told.fingerprint} (first seed).`));
     if (told.features?.length) {
       root.append(h("details", { id: "features", open: told.features.length <= 40 },
         h("summary", {}, `${told.features.length} numbers of an input`), h("p", { dir: "auto" }, told.features.join(", "))));
     }
     for (const cluster of groups) {
-      const members = told.sums ? [] : data.cluster.map((c, i) => [c, i]).filter(([c]) => c === cluster.id).map(([, i]) => i).filter((i) => told.labels[i]);
+      const members = told.sums ? [] : data.cluster.map((c, i) => [c, i]).filter(([c]) => !apart || c === cluster.id).map(([, i]) => i).filter((i) => told.labels[i]);
       const number = told.sums ? told.sums[cluster.id]?.clients ?? 0 : members.length;
       if (!number) continue;
       const sum = told.sums ? told.sums[cluster.id].labels : told.classes.map((_, k) => members.reduce((total, i) => total + told.labels[i][k], 0));

@@ -23,7 +23,7 @@ function drawGraph(root, data, methods) {
   const order = data.cluster.map((c, i) => [c, i]).sort((a, b) => a[0] - b[0] || a[1] - b[1]).map(([, i]) => i);
   const angle = new Float64Array(clients);
   order.forEach((client, place) => { angle[client] = (2 * Math.PI * place) / clients; });
-  const state = kept("graph", { method: 0, peers: Math.min(3, page.unpacked.get(methods[0].peers).shape[1]), color: data.clusters.length ? "truth" : "communities", layout: "circle" });
+  const state = kept("graph", { method: 0, peers: Math.min(3, page.unpacked.get(methods[0].peers).shape[1]), color: listed(data).length ? "truth" : "communities", layout: "circle" });
   state.method = Math.min(state.method, methods.length - 1);
   const box = h("div");
   const label = (one) => data.methods[one.method].label;
@@ -95,7 +95,7 @@ function drawGraph(root, data, methods) {
   let drawn = null;
   const redraw = () => { if (drawn) drawn.draw(); };
   const most = page.unpacked.get(methods[0].peers).shape[1];
-  const colors = [...(data.clusters.length ? [["truth", "planted cluster"]] : []), ["communities", "communities of reads"]];
+  const colors = [...(listed(data).length ? [["truth", "planted cluster"]] : []), ["communities", "communities of reads"]];
   if (data.labels.length) colors.push(["found", "group found by the method"]);
   const layouts = [["circle", data.clusters.length ? "circle, by planted cluster" : "circle"]];
   if (clients <= 200) layouts.push(["force", "force-directed"]);
@@ -112,7 +112,7 @@ function drawGraph(root, data, methods) {
     caption: "Each client and its most used peers over the whole run, all seeds together. Size: how many clients use it; shape and color: group. Drag to move, scroll to zoom; or arrows, + and −, and 0 for the whole.",
   });
   drawn.draw();
-  if (data.clusters.length) {
+  if (listed(data).length) {
     root.append(h("p", { class: "muted" }, ...data.clusters.map((c) => h("span", { style: "margin-right:16px" },
       clusterGlyph(c.id), c.name))));
   }
@@ -122,7 +122,9 @@ function drawGraph(root, data, methods) {
 const withCluster = (data, id) => `${clientName(data, id)}${data.clusters.length ? ` (${clusterName(data, data.cluster[id])})` : ""}`;
 
 function clusterName(data, id) {
-  const cluster = data.clusters.find((c) => c.id === id);
+  page.clusters ??= new WeakMap();
+  if (!page.clusters.has(data)) page.clusters.set(data, new Map(data.clusters.map((c) => [c.id, c])));
+  const cluster = page.clusters.get(data).get(id);
   return cluster ? cluster.name : "no planted cluster";
 }
 

@@ -9,7 +9,7 @@ function heatmapOf(data, reads, title) {
   const readout = h("p", { class: "readout", "aria-live": "polite" }, " ");
   const apart = !data.clusters.length && data.names && side <= 30 && side === data.cluster.length; // then clients are named
   const sizes = apart ? members.map(([client]) => ({ name: brief(clientName(data, client), 30), whole: clientName(data, client), cells: 1 }))
-    : data.clusters.map((c) => ({ name: c.name, cells: members.filter((m) => data.cluster[m[0]] === c.id).length }));
+    : listed(data).map((c) => ({ name: c.name, cells: members.filter((m) => data.cluster[m[0]] === c.id).length }));
   const unknown = side - sizes.reduce((total, c) => total + c.cells, 0); // a node knows its own clients' clusters alone
   if (sizes.length && unknown > 0) sizes.unshift({ name: "not known", cells: unknown });
   const fit = sizes.every((c) => (c.cells / side) * 38 >= c.name.length);
@@ -23,7 +23,7 @@ function heatmapOf(data, reads, title) {
   function say() {
     const [row, column] = at;
     const who = (cell) => (data.names ? "" : "client ") + members[cell].slice(0, 4).map((c) => (data.names ? clientName(data, c) : c)).join(", ") + (members[cell].length > 4 ? ", …" : "");
-    const cluster = (cell) => data.clusters.find((c) => c.id === data.cluster[members[cell][0]])?.name;
+    const cluster = (cell) => listed(data).find((c) => c.id === data.cluster[members[cell][0]])?.name;
     const of = (cell) => `${who(cell)}${cluster(cell) ? ` (${cluster(cell)})` : ""}`;
     readout.textContent = `${of(row)} used the model of ${of(column)} ${shown[row * side + column]} times`;
   }
@@ -68,7 +68,7 @@ function readSentence(data, reads, one, sum, text) {
     if (cellCluster[Math.floor(c / side)] === cellCluster[c % side]) inside += sum[c];
   }
   const share = total ? `${((100 * inside) / total).toFixed(1)} % of reads are within the planted clusters` : "no reads";
-  return `Heatmap of ${data.methods[one.method].label}, ${text}${data.clusters.length || !total ? `: ${share}` : ""}`;
+  return `Heatmap of ${data.methods[one.method].label}, ${text}${listed(data).length || !total ? `: ${share}` : ""}`;
 }
 
 /* The heatmap of a whole run. */
@@ -121,13 +121,13 @@ page.views.push({
 
     slider.addEventListener("input", () => { state.frame = Number(slider.value) === reads.ends.length - 1 ? null : Number(slider.value); redraw(); });
     root.append(h("h2", {}, "Which models each client used"), h("p", {}, "A row for each client, a column for each peer whose model it used (a read); " +
-      (data.clusters.length ? "both in order of planted cluster. Blocks on the diagonal are reads within a cluster." : "both in the same order.")),
+      (data.clusters.length ? `both in order of planted cluster. ${listed(data).length ? "Blocks on the diagonal are reads within a cluster." : ""}` : "both in the same order.")),
     h("div", { class: "controls" }, h("label", {}, "Up to", slider), when,
       checkbox("cumulative", state.whole, (on) => { state.whole = on; redraw(); }),
       h("span", { class: "muted" }, "0 ", legend, most)),
     h("div", { class: "grid", id: "heatmaps" }, ...maps.map((map) => map.element)));
     if (side < data.cluster.length) {
-      root.append(h("p", { class: "note" }, `A cell holds up to ${Math.ceil(data.cluster.length / 240)} neighboring clients${data.clusters.length ? " of one cluster" : ""}.`));
+      root.append(h("p", { class: "note" }, `A cell holds up to ${Math.ceil(data.cluster.length / 240)} neighboring clients${listed(data).length ? " of one cluster" : ""}.`));
     }
     page.redraw.set(slider, redraw);
     redraw();
@@ -139,13 +139,16 @@ page.views.push({
 function drawShare(root, data, reads) {
   root.append(h("h2", {}, "Share of reads within the planted cluster"));
   const ends = reads.methods.map((one) => `${data.methods[one.method].label} ${show(page.unpacked.get(one.share).values.at(-1), PERCENT)} %`);
+  // Of thousands of small clusters all shares are so small that an axis up to 1 shows nothing.
+  const top = Math.max(reads.expected, ...reads.methods.flatMap((one) => [...page.unpacked.get(one.share).values].filter(Number.isFinite)));
+  const small = top < 0.05;
   chart(root, {
     height: 330, alt: `Within-cluster share of reads over rounds; at the last round: ${ends.join(", ")}; expected for random peers ${show(reads.expected, PERCENT)} %`,
     caption: "Dashed gray: expectation for random peers. Bands: one standard deviation over seeds.",
     option: () => ({
       xAxis: axis("round", { type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: { show: false } }),
-      yAxis: axis("within-cluster share", { type: "value", min: 0, max: 1, nameGap: 44,
-        axisLabel: { color: css("--muted"), formatter: tick(PERCENT) } }),
+      yAxis: axis("within-cluster share", { type: "value", min: 0, max: small ? null : 1, nameGap: 44,
+        axisLabel: { color: css("--muted"), formatter: small ? (v) => `${show(100 * v)} %` : tick(PERCENT) } }),
       tooltip: { ...tooltipStyle(), trigger: "axis", formatter: axisTooltip(PERCENT, "round") },
       series: reads.methods.flatMap((one, i) => {
         const [m, s] = [page.unpacked.get(one.share).values, page.unpacked.get(one.share_std).values];

@@ -26,6 +26,7 @@ from coterie.results.coverage import describe_coverage, describe_skipped_rounds
 from coterie.results.equal_budget import EqualBudget, rank_runs
 from coterie.results.gains import compute_gains
 from coterie.results.pairs import Pair
+from coterie.results.planted import MOST_CLUSTERS
 from coterie.results.selection import select_charted_runs
 from coterie.results.stored_runs import (
     CONFIG,
@@ -189,17 +190,22 @@ def build_empty_payload(folder: Path, problems: Sequence[UnreadableRun] = ()) ->
 def _reduce_description(description: dict[str, Any], cluster: np.ndarray) -> dict[str, Any]:
     """Reduce the content of federation.json to the clients that the page shows one by one.
 
-    The labels of each planted cluster are added up in `sums`, with the number of their clients.
+    The labels of each planted cluster are added up in `sums`, with the number of their clients; of
+    more than `MOST_CLUSTERS` those of all clients, as cluster -1, and no images are shown.
     """
     description = drop_keys(description, {"client_names"})
+    many = len(np.unique(cluster)) > MOST_CLUSTERS
+    if many:
+        description = drop_keys(description, {"images"})
     chosen = sample_clients(cluster)
     # Short descriptions, and older ones without labels, stay whole.
     if len(chosen) == len(cluster) or len(description.get("labels", [])) != len(cluster):
         return description
     labels = np.array(description["labels"])
     sums = {}
-    for c in np.unique(cluster):
-        members = cluster == c
+    groups = np.full_like(cluster, -1) if many else cluster
+    for c in np.unique(groups):
+        members = groups == c
         sums[int(c)] = {"clients": int(members.sum()), "labels": labels[members].sum(0).tolist()}
     for name in ("shift", "train", "validation", "labels"):
         if len(description[name]) == len(cluster):

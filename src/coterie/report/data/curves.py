@@ -19,6 +19,7 @@ from coterie.report.data.packing import (
 )
 from coterie.results.equal_budget import Unit, count_used
 from coterie.results.gains import compute_client_gains, find_local_label
+from coterie.results.planted import MOST_CLUSTERS
 from coterie.results.selection import select_compared_runs
 from coterie.results.stored_runs import StoredRun
 
@@ -33,7 +34,7 @@ def build_curves(
 
     Returns:
         One entry per method, split and metric, with mean and deviation over seeds as arrays of
-        (2 + clusters) x rounds, and the `seconds` of the rounds where runs have times.
+        (2 + clusters) x rounds (of more than `MOST_CLUSTERS` clusters, 2 x rounds), and the `seconds` of the rounds where runs have times.
     """
     out = []
     members = [np.flatnonzero(cluster == c) for c in ids]
@@ -52,6 +53,8 @@ def build_curves(
                     stacked[seed, line] = mean_over_clients(values[:, rows])
                 if members:
                     stacked[seed, 1] = np.mean(stacked[seed, 2:], axis=0)
+            if len(members) > MOST_CLUSTERS:
+                stacked = stacked[:, :2]
             shown = thin_indices(len(rounds), MOST_POINTS)
             mean, spread = nan_mean_std(stacked[:, :, shown])
             out.append(

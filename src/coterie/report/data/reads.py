@@ -18,7 +18,7 @@ from coterie.report.data.packing import (
     thin_indices,
 )
 from coterie.results import graph
-from coterie.results.planted import PlantedPhases
+from coterie.results.planted import MOST_CLUSTERS, PlantedPhases
 from coterie.results.stored_runs import StoredRun
 
 MOST_POINTS = 300  # rounds of a curve
@@ -35,12 +35,17 @@ def assign_cells(
 ) -> Int[np.ndarray, " population"]:
     """Assign each client to a cell of a heatmap, in order of cluster and id.
 
-    A cell holds one client while the population fits; else equally many of one cluster.
+    A cell holds one client while the population fits; else equally many of one cluster, or of
+    neighboring ones where there are more than `MOST_CLUSTERS`.
     """
     # The last key is the main one: by cluster, then by id.
     order = np.lexsort((np.arange(len(cluster)), cluster))
     # Clients in a cell, rounded up.
     size = -(-len(cluster) // most)
+    if len(np.unique(cluster)) > MOST_CLUSTERS:
+        cell = np.empty(len(cluster), dtype=np.int64)
+        cell[order] = np.arange(len(cluster)) // size
+        return cell
     cell, place, last, inside = np.empty(len(cluster), dtype=np.int64), -1, None, 0
     for client in order:
         if cluster[client] != last or inside == size:
@@ -116,7 +121,7 @@ def _build_method_reads(
         # The first of evenly spread ends would be the first round alone.
         at = thin_indices(len(ends), windows + 1)[1:]
     window_ends = ends[at]
-    peers, times = _find_top_peers(whole, clients)
+    peers, times = graph.find_top_peers(whole, clients, TOP_PEERS)
     # The smallest types that hold them; a float holds an id up to 2^24.
     count_type = "u8" if counts.max() < 256 else "u16"
     id_type = "u16" if population <= 65536 else "f32"
@@ -133,7 +138,7 @@ def _build_method_reads(
         "windows": _score_windows(runs, cluster, window_ends) if cluster.max() > 0 else [],
         "gini": graph.gini(graph.count_readers(whole)),
         "peers": pack_array(peers, id_type),
-        "times": pack_array(times, "u16"),
+        "times": pack_array(np.minimum(times, 65535), "u16"),  # the largest number of the type
     }
 
 
@@ -145,23 +150,6 @@ def _pad_phases(run: StoredRun, cluster: Int[np.ndarray, " population"]) -> Plan
     padded = np.tile(cluster, (len(phases.firsts), 1))
     padded[:, : phases.clusters.shape[1]] = phases.clusters
     return PlantedPhases(phases.firsts, padded)
-
-
-def _find_top_peers(
-    whole: Any, clients: Int[np.ndarray, " clients"]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Find the peers that some clients read most, and how often; 0 times if unused."""
-    peers, times = np.zeros((2, len(clients), min(TOP_PEERS, whole.shape[0])), dtype=np.int64)
-    for row, client in enumerate(clients):
-        # The entries of one row of a CSR matrix.
-        own = slice(whole.indptr[client], whole.indptr[client + 1])
-        read, count = np.asarray(whole.indices[own]), np.asarray(whole.data[own])
-        # Most read first, ties by id.
-        order = np.lexsort((read, -count))[: peers.shape[1]]
-        peers[row, : len(order)] = read[order]
-        # 65535 is the largest number of "u16".
-        times[row, : len(order)] = np.minimum(count[order], 65535)
-    return peers, times
 
 
 def _score_windows(
