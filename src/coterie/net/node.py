@@ -539,6 +539,12 @@ class Node:
             names = {host_of[client] for client in views[views >= 0].tolist()}
             return names & self.exchange.list_strangers()
 
+        # One who asks is here, whatever the rings say of it.
+        asked = self.transport.last_questions.copy()
+        strangers = select_keys(asked, self.exchange.list_strangers() & asked.keys())
+        newest = sorted(strangers, key=lambda name: (-strangers[name], name))
+        if newest:
+            self._neighbors.meet(newest[: self._most_neighbors])
         return self._neighbors.look(find_strangers, self.exchange.list_strangers)
 
     def _prepare_views(self, rnd: Round) -> None:

@@ -121,6 +121,17 @@ def test_few_of_many_find_each_other_and_finish_together(network):
     assert {other for _, other in read} <= set(running)
 
 
+def test_one_who_asks_is_met_wherever_it_is_on_the_rings(network):
+    """Of 400 members two run. n0 does not look further than its view; n399 has asked it."""
+    nodes = network(Random(num_peers=2), 400, (0, 399), start=0.0)
+    first, last = nodes.nodes[0], nodes.nodes[399]
+    for node in (first, last):
+        node.answer_visitors()
+    assert first.look_around(0.0) == {}
+    assert last.transport.ask_head("n0", "1", 2.0)
+    assert set(first.look_around(0.0)) == {"n399"}
+
+
 class Town:
     """Members of whom some answer, each with those that it has met."""
 
