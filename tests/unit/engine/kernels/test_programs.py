@@ -62,7 +62,19 @@ class Steps(nn.Module):
         )
 
 
+class Scaled(nn.Module):
+    """A weight whose gradient reads another parameter, which moves in the same step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.linspace(0.5, 2, 6)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.scale)
+
+
 NETS = {
+    "scaled": Scaled,
     # wider than a tile of a product in every direction
     "mlp": lambda: nn.Sequential(nn.Linear(6, 70), nn.ReLU(), nn.Linear(70, 3)),
     "no bias": lambda: nn.Linear(6, 3, bias=False),
