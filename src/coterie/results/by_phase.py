@@ -132,8 +132,11 @@ HEAD = ("method", "rounds", "moved", "begins", "ends", "own cluster (chance)", "
 
 def build_phase_rows(rows: Sequence[Mapping[str, Any]], metric: Metric) -> list[tuple[str, ...]]:
     """Format the rows of `summarize_phases` for a table whose columns are `HEAD`."""
-    found = []
+    found, chances = [], dict[str, float]()
     for row in rows:
+        # That of the phase before, whose clusters may be of other sizes.
+        chance = chances.get(row["label"], row["chance"])
+        chances[row["label"]] = row["chance"]
         ends = metric.format_value(row["mean"], brief=True)
         if row["std"] is not None and row["mean"] is not None:
             ends += f" ±{metric.format_value(row['std'], brief=True)}"
@@ -153,16 +156,16 @@ def build_phase_rows(rows: Sequence[Mapping[str, Any]], metric: Metric) -> list[
                 metric.format_value(row["begins"], brief=True),
                 ends,
                 path,
-                _format_recovery(row) if known and row["phase"] else "–",
+                _format_recovery(row, chance) if known and row["phase"] else "–",
             )
         )
     return found
 
 
-def _format_recovery(row: Mapping[str, Any]) -> str:
+def _format_recovery(row: Mapping[str, Any], chance: float) -> str:
     """Format the rounds until reads recovered: the median of the seeds, and how many did."""
     before = row["share_before"]
-    if before is not None and before < _ABOVE_CHANCE * row["chance"]:
+    if before is not None and before < _ABOVE_CHANCE * chance:
         return "at chance"
     reached = [one for one in row["recovered"] if one is not None]
     if not reached:

@@ -118,14 +118,14 @@ def test_rows_of_the_table(runs):
     assert [row["chance"] for row in content["phases"]] == [pytest.approx(1 / 3), 0.5]
     some = [{**content["phases"][1], "recovered": [4, None]}]
     assert by_phase.build_phase_rows(some, ACCURACY)[0][-1] == "4 rounds (1 of 2 seeds)"
-    # Half of random reads are of the own cluster.
+    # A third of random reads were of the own cluster in the phase before.
     for before, said in (
-        (0.6, "at chance"),
-        (0.65, "4 rounds (1 of 2 seeds)"),
+        (0.41, "at chance"),
+        (0.42, "4 rounds (1 of 2 seeds)"),
         (None, "4 rounds (1 of 2 seeds)"),
     ):
-        rows = by_phase.build_phase_rows([{**some[0], "share_before": before}], ACCURACY)
-        assert rows[0][-1] == said
+        later = {**some[0], "share_before": before}
+        assert by_phase.build_phase_rows([content["phases"][0], later], ACCURACY)[1][-1] == said
 
 
 def test_the_terminal_and_the_page_show_the_table(runs):
@@ -152,9 +152,24 @@ def test_the_guide_has_the_numbers_of_the_stored_run():
     page = (root / "how-to/drift.md").read_text("utf-8")
     stored = json.loads((root / "reference/runs/drift/move/summary.json").read_text("utf-8"))
     found = [by_phase.HEAD, *by_phase.build_phase_rows(stored["phases"], ACCURACY)]
-    assert len(found) == 13
+    assert len(found) == 25
     for row in found:
         assert f"| {' | '.join(row)} |" in page
     (dac,) = (row for row in stored["phases"] if (row["label"], row["phase"]) == ("DAC", 1))
     shares = [round(100 * dac[name]) for name in ("share_before", "share_begins", "share")]
     assert shares == [61, 34, 52]
+    other = json.loads((root / "reference/runs/drift/new-clusters/summary.json").read_text("utf-8"))
+    later = by_phase.build_phase_rows(other["phases"], ACCURACY)[1::2]
+    assert len(later) == 12
+    for row in later:
+        assert f"| {' | '.join(row)} |" in page
+    rows = {(row["label"], row["phase"]): row for row in other["phases"]}
+    ends = [rows[name, 1]["mean"] for name in ("IFCA", "FedAvg", "FedDrift", "PANM")]
+    words = (
+        "it falls from {:.1f} to {:.1f} %, and ends at {:.1f} %. One model for all, FedAvg, ends at {:.1f} %. FedDrift gives\n"
+        "clients whose loss rises models of their own, and ends at {:.1f} %, near DAC, PENS and Random. PANM ends at {:.1f} %."
+    )
+    falls = rows["IFCA", 0]["mean"], rows["IFCA", 1]["begins"]
+    assert words.format(*(100 * value for value in (*falls, *ends))) in page
+    near = [abs(rows[name, 1]["mean"] - ends[2]) for name in ("DAC", "PENS", "Random")]
+    assert max(near) < 0.015
