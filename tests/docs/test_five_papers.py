@@ -1437,3 +1437,15 @@ def test_what_the_page_says_of_fewer_rounds_is_what_the_grid_says():
     local, *oracle = rows["200 rounds, best by validation"]
     assert local["ours"] - local["paper"] > 2.5
     assert all(abs(one["ours"] - one["paper"]) < 1.5 for one in oracle)
+
+
+def test_what_the_page_says_of_a_wider_network_is_what_the_grid_says():
+    path = STORED / "lineage/dac-cifar10-network-labels-stage-1.json"
+    rows = {row["point"]: row["cells"] for row in json.loads(path.read_text())["results"]}
+    wide, net_a = ([one["ours"] for one in rows[name][:2]] for name in ("32-64", "net A"))
+    paper = [one["paper"] for one in rows["32-64"][:2]]
+    words = "Local with shifted labels has {:.1f} % and {:.1f} %, where the paper has {:.1f} % and {:.1f} % and net A {:.1f} % and {:.1f} %"
+    assert words.format(*wide, *paper, *net_a) in TEXT
+    # What was to be concluded: both clusters are within a point.
+    assert all(abs(here - there) < 1 for here, there in zip(wide, paper, strict=True))
+    assert {one["seeds"] for one in rows["32-64"]} == {1}
