@@ -64,7 +64,7 @@ WIDTH = 3.3  # inches: a column of a paper
 ACROSS = 4  # panels in a row
 MOST_NAMES = 20  # clients of which a picture has room for the names
 MOST_CELLS = 1000  # side of a heatmap: of a larger population a cell holds several clients
-MOST_LINED = 500  # clients of a larger population whose lines a graph has
+MOST_LINED = 200  # clients of a larger population whose lines a graph has
 PERCENT = 100.0
 FAR = 10.0  # the ratio of values from which an axis becomes logarithmic
 
@@ -395,7 +395,7 @@ def draw_graphs(runs: NamedRuns, *, peers: int = 3, after: str | None = None) ->
         title = name
         if len(cluster) > MOST_CELLS:
             shown = sample_clients(cluster, MOST_LINED)
-            title = f"{name}\n{len(shown):,} of {len(cluster):,} clients and their peers"
+            title = f"{name}\n{len(shown):,} of {len(cluster):,} clients"
         # Neighbors on the circle are clients of one cluster.
         angle = np.empty(len(cluster))
         angle[order] = 2 * np.pi * np.arange(len(cluster)) / len(cluster)
@@ -412,7 +412,14 @@ def draw_graphs(runs: NamedRuns, *, peers: int = 3, after: str | None = None) ->
             drawn = np.union1d(shown, top[times > 0])
         for number, c in enumerate(np.unique(cluster)):
             mine = drawn[cluster[drawn] == c]
-            axes.plot(x[mine], y[mine], MARKS[number % 8], color=COLORS[number % 8], ms=4, zorder=2)
+            axes.plot(
+                x[mine],
+                y[mine],
+                MARKS[number % 8],
+                color=COLORS[number % 8],
+                ms=4 if len(shown) == len(cluster) else 2,
+                zorder=2,
+            )
         shown_names = names if len(cluster) <= MOST_NAMES else {}
         for client, client_name in shown_names.items():
             # Text reads from left to right on both sides of the circle, and leads away from it.
