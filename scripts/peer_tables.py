@@ -28,7 +28,9 @@ HEAD = """<!-- made by scripts/peer_tables.py; do not edit -->
 # What a bounded table costs
 
 With `table = 64` a client of DAC remembers 64 members in place of all ([why and how](../decisions/036-tables-of-peers.md)), so that
-100,000 clients fit into a machine. May one take it without loss? The aim is an accuracy within one point of DAC with all pairs, or
+100,000 clients fit into a machine ([the memory of every
+method](../reference/performance.md#memory-of-all-methods-by-population)).
+May one take it without loss? The aim is an accuracy within one point of DAC with all pairs, or
 better, in every setting. {verdict}
 
 Clients have 20 training samples, in clusters of equal size, planted by one of three shifts: *rules* (Gaussian inputs, labeled by a linear

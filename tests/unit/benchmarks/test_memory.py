@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from benchmarks import memory
 from coterie.methods import METHODS
 from coterie.runtime.settings import Settings
 
+STORED = Path(__file__).parents[3] / "docs/reference/runs/performance/memory-methods.json"
 MEASURED = {"dac": 3000, "fedgwc": 3000, "random": 10_000}
 
 
@@ -33,3 +35,23 @@ def test_a_method_that_refuses_a_population_has_no_forecast():
     data, settings = memory.planted(200), Settings(rounds=1, engine="loop")
     assert memory.told(data, METHODS["ppdl"](), settings) is None
     assert memory.told(data, METHODS["local"](), settings) is not None
+
+
+def test_the_stored_forecasts_are_within_a_factor_of_two_and_a_half():
+    """Of 10,000 clients and more, where the steps of the heap are small; and pairs show where there are any."""
+    rows = {row["method"]: row for row in json.loads(STORED.read_text("utf-8"))["results"]}
+    assert set(METHODS) < set(rows)
+    checked = 0
+    for row in rows.values():
+        for clients in ("10,000", "100,000"):
+            if f"{clients} clients: measured" in row:
+                ratio = row[f"{clients} clients: measured"]
+                ratio /= row[f"{clients} clients: forecast, KiB a client"]
+                assert 0.4 < ratio < 2.5, (row["method"], clients)
+                checked += 1
+    assert checked >= 25
+    name = "{} clients: forecast, KiB a client"
+    for kind, growth in (("dac", 7), ("pens", 1), ("dac, table = 64", 1)):
+        assert rows[kind][name.format("10,000")] / rows[kind][name.format("1,000")] == (
+            pytest.approx(growth, rel=0.15)
+        )
