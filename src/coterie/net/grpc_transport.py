@@ -57,6 +57,7 @@ from coterie.net.wire import (
 _LEAVE = 5.0  # seconds for answers that are being sent when a node leaves
 _CONNECT = 5.0  # seconds for a connection to come up
 _AGAIN = 0.2  # seconds until a question is asked again whose way was lost
+_RESTART = 30.0  # seconds in which a relay may be started again, and members come back to it
 _IDLE = 60.0  # seconds after which a link that is not used is closed
 _INSPECT = 10.0  # seconds between two looks at who answers at an address
 _LOOPBACK = ("127.", "::1", "localhost")
@@ -202,6 +203,7 @@ class GrpcTransport(GrpcRun, GrpcServer):
         self._answers: dict[str, Callable[..., bytes]] = {}
         self._links: dict[str, _Link] = {}
         self._away: dict[str, _Away] = {}
+        self._lost: set[str] = set()  # members to which the way alone is lost, as far as is known
         self._most_links: dict[str, int] = {}  # of the runs that say how many they need
         self._asking: dict[Future[Any], str] = {}  # the run of each open question
         # What answers need of this node: signatures, and lines of the audit log.
@@ -414,8 +416,11 @@ class GrpcTransport(GrpcRun, GrpcServer):
                     await self._exchange_presence(link, run.announced, run=run)
             elif state is _FAILED:
                 link.missing = link.missing or Missing("unreachable")
-                for run in self._runs.values():
-                    run.note_presence(peer, False)
+                if not self._may_come_back(peer):
+                    self._note_absence(peer)
+                elif peer not in self._lost:
+                    self._lost.add(peer)
+                    self.start_task(self._await_way(peer))
                 if self._identity is not None and time.monotonic() - link.inspected >= _INSPECT:
                     # The library dials again and again, and says only that it failed: a look says
                     # why, at times.
@@ -426,6 +431,26 @@ class GrpcTransport(GrpcRun, GrpcServer):
                 channel.get_state(try_to_connect=True)
             await channel.wait_for_state_change(state)
             state = channel.get_state()
+
+    async def _await_way(self, peer: str) -> None:
+        """Note that a member is not here, once more is lost than the way to it.
+
+        While a relay is started again the member goes on, and is drawn and asked as before.
+        """
+        until = time.monotonic() + _RESTART
+        try:
+            while self._may_come_back(peer) and time.monotonic() < until:
+                await asyncio.sleep(_AGAIN)
+                link = self._links.get(peer)
+                if link is not None and link.channel.get_state() is _READY:
+                    return
+        finally:
+            self._lost.discard(peer)
+        self._note_absence(peer)
+
+    def _note_absence(self, peer: str) -> None:
+        for run in self._runs.values():
+            run.note_presence(peer, False)
 
     def _attach_to(self, link: _Link) -> None:
         """Let a member that can be dialed reach this node, if it cannot be dialed itself."""

@@ -114,19 +114,22 @@ def within_share_of_groups(metrics: pd.DataFrame, truth: PlantedPhases) -> pd.Se
     Returns:
         By round, for those in which a method reported groups; NaN where no two clients share one.
     """
-    rows = metrics[(metrics["split"] == "train") & (metrics["metric"] == LABEL.name)]
-    rows = rows[np.isfinite(rows["value"].to_numpy(float))]
-    index = rows["round"].to_numpy(np.int64)
-    planted = truth.find(index, rows["client"].to_numpy(np.int64))
+    value = metrics["value"].to_numpy(float)
+    labeled = (metrics["split"] == "train") & (metrics["metric"] == LABEL.name)
+    chosen = labeled.to_numpy() & np.isfinite(value)
+    index = metrics["round"].to_numpy(np.int64)[chosen]
+    planted = truth.find(index, metrics["client"].to_numpy(np.int64)[chosen])
+    rounds, place = np.unique(index, return_inverse=True)
 
-    def count_pairs(*columns: np.ndarray) -> pd.Series:
-        sizes = pd.DataFrame(np.stack(columns, axis=1)).value_counts()
-        return (sizes * (sizes - 1)).groupby(level=0).sum()
+    def count_pairs(*columns: np.ndarray) -> np.ndarray:
+        found, sizes = np.unique(np.stack([place, *columns]), axis=1, return_counts=True)
+        return np.bincount(found[0], weights=sizes * (sizes - 1), minlength=len(rounds))
 
-    group = rows["value"].to_numpy(np.int64)
-    alike, all_pairs = count_pairs(index, group, planted), count_pairs(index, group)
-    # No pair is no share: pandas says so by NaN.
-    return (alike / all_pairs.where(all_pairs > 0)).rename("within").rename_axis(None)
+    group = value[chosen].astype(np.int64)
+    pairs = count_pairs(group)
+    share = np.full(len(rounds), np.nan)
+    np.divide(count_pairs(group, planted), pairs, out=share, where=pairs > 0)
+    return pd.Series(share, index=rounds, dtype=float, name="within")
 
 
 def expected_share(truth: Int[np.ndarray, " population"]) -> float:

@@ -105,6 +105,33 @@ def test_a_message_is_asked_for_again_while_only_the_way_is_lost(tmp_path, port,
 
 
 @pytest.mark.full
+def test_members_stay_present_while_their_relay_is_started_again(
+    tmp_path, port, stack, monkeypatch
+):
+    """They go on; who would leave them out of a round would have another result than the simulation."""
+    monkeypatch.setattr(grpc_transport, "_RESTART", 60.0)
+    net = Net(stack, tmp_path, 2, port=port, outbound=(0, 1), relays=1)
+    node, events = net.nodes["n0"], []
+    for post in net.posts().values():
+        post.publish({"params": torch.zeros(4)}, Address(0, 0, 0))
+    assert net.ask("n0", "n1") == b"n1 1"
+    until(lambda: "n1" in node.alive_members())
+    monkeypatch.setattr(node, "log_event", lambda event, **details: events.append(event))
+    net.relays["r0"].close()
+    until(lambda: node._links["n1"].missing is not None)
+    threading.Event().wait(1.0)
+    assert "n1" in node.alive_members()
+    again = net.start_relay("r0")
+    assert net.ask("n0", "n1", 30.0) == b"n1 1"
+    assert "peer_down" not in events
+    assert "n1" in node.alive_members()
+    # Nobody starts the relay again: it cannot be known for ever that n1 is there.
+    monkeypatch.setattr(grpc_transport, "_RESTART", 0.5)
+    again.close()
+    until(lambda: "n1" not in node.alive_members())
+
+
+@pytest.mark.full
 def test_a_member_that_is_gone_is_no_lost_way(tmp_path, port, stack, monkeypatch):
     monkeypatch.setattr(tunnel, "SETTLE", 0.5)
     net = Net(stack, tmp_path, 2, port=port, outbound=(0, 1), relays=1)
