@@ -19,7 +19,7 @@ from coterie.data.federation import Federation
 from coterie.errors import DataError
 from coterie.exchange.base import Inbox, Message
 from coterie.exchange.in_memory import InMemory
-from coterie.methods.base import Info, Round, zip_tensors
+from coterie.methods.base import Info, Round
 from coterie.net.node import ARRIVALS, RunSpec
 from coterie.rng import Rng
 from coterie.runtime.loop import Loop
@@ -168,11 +168,8 @@ class ReplayLoop(Loop):
             before = extension.state
             info = extension.finish_round(rnd, rows, info)
             if before is not None:
-                extension.state = zip_tensors(
-                    before,
-                    extension.state,
-                    lambda old, new: old.index_copy(0, completed, new[completed]),
-                )
+                new = extension.state.take_rows(completed)
+                extension.state = before.replace_rows(completed, new)
         return info
 
 

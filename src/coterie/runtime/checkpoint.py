@@ -435,12 +435,21 @@ def _fill_fields(like: Any, tensors: dict[str, Tensor]) -> Any:
     """Return a dataclass like another, with stored tensors on the same devices."""
     if like is None:
         return None
-    places = {name: value.device for name, value in _list_tensors(like).items()}
-    missing = [name for name in places if name not in tensors]
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint has no {missing[0]!r}; it was written by another version"
-        )
+    expected = _list_tensors(like)
+    for name, value in expected.items():
+        if name not in tensors:
+            raise CheckpointError(
+                f"the checkpoint has no {name!r}; it was written by another version"
+            )
+        found = tensors[name]
+        # Sizes may grow in a run. Another type or number of axes is another meaning of the numbers.
+        if (found.dtype, found.ndim) != (value.dtype, value.ndim):
+            said = [f"{one.dtype} with {one.ndim} axes" for one in (found, value)]
+            raise CheckpointError(
+                f"the checkpoint has {name!r} as {said[0]}; expected {said[1]}: it was written by "
+                "another version"
+            )
+    places = {name: value.device for name, value in expected.items()}
     return dataclasses.replace(
         like, **{name: tensors[name].to(place) for name, place in places.items()}
     )

@@ -11,7 +11,7 @@ from coterie.cluster.blocks import ThreadBlocks, simulate_in_blocks
 from coterie.engine.task import LocalTraining
 from coterie.errors import CheckpointError, ConfigError, OutOfMemory, RunExistsError
 from coterie.exchange.in_memory import InMemory
-from coterie.methods import Local
+from coterie.methods import Local, PanmLoss
 from coterie.methods.random_gossip import Random
 from coterie.models.layout import NamedModel
 from coterie.rng import Rng
@@ -395,6 +395,36 @@ def test_means_of_validation_are_over_the_clients_with_validation_data():
     last = [step for step in seen if isinstance(step, Progress)][-1]
     assert last.loss == pytest.approx(sum(v for v in values if v == v) / 5, rel=1e-12)
     assert last.diverged == 0
+
+
+def test_a_memory_of_another_form_is_not_read_as_todays(tmp_path, monkeypatch):
+    """PANM's bag once was a mask of members, and now is bits of bytes: the same name, other numbers."""
+    federation, folder, load = tiny_federation(), tmp_path / "run", checkpoint._load_tensors
+    method = PanmLoss(num_peers=1, num_candidates=2, stage_one_rounds=1, interval=1)
+    mask = torch.zeros(6, federation.population, dtype=torch.bool)
+
+    def run(rounds):
+        settings = tiny_settings(rounds=rounds)
+        given = {"model": "linear", "settings": settings, "folder": folder, "resume": True}
+        return simulate(federation, method, **given)
+
+    run(2)
+    for other, said in (
+        (
+            mask,
+            r"bag' as torch\.bool with 2 axes; expected torch\.uint8 with 2 axes: it was written",
+        ),
+        (mask.byte()[None], r"as torch\.uint8 with 3 axes; expected torch\.uint8 with 2 axes"),
+    ):
+        monkeypatch.setattr(
+            checkpoint,
+            "_load_tensors",
+            lambda *of, bag=other: {**load(*of), "state.memory.bag": bag},
+        )
+        with pytest.raises(CheckpointError, match=said):
+            run(3)
+    monkeypatch.setattr(checkpoint, "_load_tensors", load)
+    run(3)
 
 
 def test_a_run_folder_is_never_overwritten_and_a_foreign_or_damaged_checkpoint_is_refused(tmp_path):
