@@ -27,7 +27,7 @@ from coterie.testing import tiny_federation, tiny_settings
 
 MEMBERS, RUNNING, ROUNDS, PORT = 10_000, 40, 6, 21_733
 VIEWS = {"view": 10, "shuffle": 4}
-_LOOK = 0.05  # seconds between two counts of the links
+_LOOK = 0.2  # seconds between two counts of the links
 
 
 def address_of(number: int) -> str:
