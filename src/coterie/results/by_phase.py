@@ -135,8 +135,8 @@ def build_phase_rows(rows: Sequence[Mapping[str, Any]], metric: Metric) -> list[
     found, chances = [], dict[str, float]()
     for row in rows:
         # That of the phase before, whose clusters may be of other sizes.
-        chance = chances.get(row["label"], row["chance"])
-        chances[row["label"]] = row["chance"]
+        chance = chances.get(row["label"], float(row["chance"]))
+        chances[row["label"]] = float(row["chance"])
         ends = metric.format_value(row["mean"], brief=True)
         if row["std"] is not None and row["mean"] is not None:
             ends += f" ±{metric.format_value(row['std'], brief=True)}"
