@@ -191,6 +191,7 @@ def test_settings_that_do_not_go_with_views_are_refused(settings, text):
         Settings(**{"peer_sampling": True, **settings})
 
 
+@pytest.mark.option("Settings.peer_sampling", None, False, True)
 def test_unset_and_switched_off_views_are_one_setting():
     assert Settings(peer_sampling=False) == Settings()
     assert "peer_sampling" not in Settings().to_identity()

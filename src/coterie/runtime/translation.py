@@ -593,6 +593,9 @@ class _Comparison:
             gap = ((after[:, : layout.trainable] - expected) * clear).abs()
             gap = gap.nan_to_num(nan=torch.inf)
             scale = find_distance(expected, at[:, : layout.trainable])
+            if not math.isfinite(scale):
+                # torch.optim's own step leaves all numbers, as one with eps = 0 may: nothing can be compared.
+                return
             # What is compared are differences of weights, which round as the weights do.
             limit = max(1e-3, self.limit) * scale + 4 * torch.finfo(at.dtype).eps * find_largest(at)
             allowed, ways = torch.full_like(gap, limit), iter(list[None]())

@@ -287,9 +287,9 @@ def test_a_forecast_counts_what_settings_add(forecast):
     local = LocalTraining(**ADAM)
     assert forecast(Random(2), local=local)["moments"] == 2
     assert forecast(METHODS["apfl"](), local=local)["moments"] == 4, "of two models"
-    # A strike of one byte and a pause of four for each of 36 pairs, and copies to judge.
+    # An id and a pause of four bytes each and a strike of one for all five others, and copies to judge.
     judged = forecast(Random(2), acceptance=True)
-    assert (judged["remembered"], judged["further"]) == (1000 + 5 * 36, 1)
+    assert (judged["remembered"], judged["further"]) == (1000 + 9 * 6 * 5, 1)
     assert forecast(Local(), acceptance=True)["remembered"] == 1000, "nobody reads anybody"
     assert forecast(Random(2), order="train_first")["further"] == 2
     assert forecast(METHODS["fedavg"]())["further"] == 1
