@@ -237,11 +237,7 @@ class Lowering:
         self._held = 0  # numbers in them
         self._loops = 0
         self._values: dict[Ref, Any] = {}
-        self._uses: dict[Ref, int] = {}
-        for ref in [ref for node in trace.nodes for ref in node.refs()] + [
-            ref for ref in trace.outputs if ref is not None
-        ]:
-            self._uses[ref] = self._uses.get(ref, 0) + 1
+        self._uses = trace.count_uses()
         self._bind_inputs()
 
     def _bind_inputs(self) -> None:
@@ -269,12 +265,7 @@ class Lowering:
         Raises:
             NotTraceableError: naming an operation that is not known, and the layer it belongs to.
         """
-        for node in self.trace.nodes:
-            try:
-                self._add(node)
-            except NotTraceableError as error:
-                where = f" in {node.layer!r}" if node.layer else ""
-                raise NotTraceableError(f"{error}{where}") from error
+        self.trace.lower_each(self._add)
         layout = self.layout
         losses, *rest = self.trace.outputs
         gradients, state = rest[: len(layout.trained_slots)], rest[len(layout.trained_slots) :]

@@ -102,18 +102,11 @@ class Lowering:
     def __init__(self, program: Program, trace: Trace, samples: int, dtype: torch.dtype) -> None:
         self.program, self.trace, self.samples, self.dtype = program, trace, samples, dtype
         self.values: dict[Ref, Any] = {}
-        self.uses: dict[Ref, int] = {}
+        self.uses = trace.count_uses()
         self._made: dict[Any, Any] = {}  # padded and packed copies, by what they are copies of
         self.inner: dict[str, Value] = {}  # what lies in the middle of a buffer of zeros
         # buffers that a kernel can add to, with the text of that argument
         self.more: dict[str, str] = {}
-        for node in trace.nodes:
-            for ref in node.refs():
-                self.uses[ref] = self.uses.get(ref, 0) + 1
-        for ref in trace.outputs:
-            if ref is not None:
-                self.uses[ref] = self.uses.get(ref, 0) + 1
-
         self._again = self._used_again()
         self._node_now: Operation | None = None
 
@@ -138,12 +131,7 @@ class Lowering:
         Raises:
             NotTraceableError: naming an operation that is not known, and the layer it belongs to.
         """
-        for node in self.trace.nodes:
-            try:
-                self._node(node)
-            except NotTraceableError as error:
-                where = f" in {node.layer!r}" if node.layer else ""
-                raise NotTraceableError(f"{error}{where}") from error
+        self.trace.lower_each(self._node)
 
     @classmethod
     def knows(cls, name: str) -> bool:

@@ -6,9 +6,11 @@ differs between the two records is a linear function of the batch size (`Dim`), 
 made of the trace runs with any.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -173,6 +175,25 @@ class Trace:
     def kind_of(self, ref: Ref) -> ArrayKind:
         """Return the shape and the type of a value."""
         return self.kinds[ref.number]
+
+    def count_uses(self) -> dict[Ref, int]:
+        """Return how often each value is an argument of an operation, or a result."""
+        arguments = chain.from_iterable(node.refs() for node in self.nodes)
+        results = (ref for ref in self.outputs if ref is not None)
+        return dict(Counter(chain(arguments, results)))
+
+    def lower_each(self, lower: Callable[[Operation], None]) -> None:
+        """Call a function for each operation in order.
+
+        Raises:
+            NotTraceableError: of the function, with the layer that the operation belongs to.
+        """
+        for node in self.nodes:
+            try:
+                lower(node)
+            except NotTraceableError as error:
+                where = f" in {node.layer!r}" if node.layer else ""
+                raise NotTraceableError(f"{error}{where}") from error
 
 
 @dataclass
