@@ -813,7 +813,7 @@ class Node:
             more = {"claimed": claimed} if claimed != target else {}
             self.log("catch_up", level="warning", came_from=here, goes_to=target, **more)
             self.loop.skip_rounds(target)
-        elif hint is not None:
+        elif hint is not None and target <= here:
             # A hint is unsigned: a false one must not cost a question to all members in each
             # round.
             self._ignore_hints_until = here + KEEP
