@@ -49,7 +49,7 @@ _LOGIC = {
 
 
 @dataclass(frozen=True)
-class Value:
+class KernelValue:
     """What a node makes, entry by entry.
 
     Args:
@@ -80,8 +80,8 @@ class Product:
         right: its right matrix.
     """
 
-    left: Value
-    right: Value
+    left: KernelValue
+    right: KernelValue
 
     @property
     def shape(self) -> tuple[Size, ...]:
@@ -136,7 +136,7 @@ def _split_index(index: str, shape: Sequence[Size]) -> list[str]:
 
 def in_memory(
     pointer: str, shape: Sequence[Size], strides: Sequence[Size], dtype: torch.dtype
-) -> Value:
+) -> KernelValue:
     """Return an array in memory."""
 
     def at(indices: Sequence[str], mask: str) -> str:
@@ -148,7 +148,7 @@ def in_memory(
 
     shape = tuple(shape)
     dense = pointer if list(strides) == dense_strides(shape) else None
-    return Value(shape, dtype, at, 0, dense, pointer.startswith("row"))
+    return KernelValue(shape, dtype, at, 0, dense, pointer.startswith("row"))
 
 
 def _words(text: str) -> list[str]:
@@ -157,7 +157,7 @@ def _words(text: str) -> list[str]:
     return [name for name in names if name != "n"]
 
 
-def _reshaped(value: Value, shape: Sequence[Size]) -> Value:
+def _reshaped(value: KernelValue, shape: Sequence[Size]) -> KernelValue:
     shape = tuple(shape)
     if value.dense is not None:
         return in_memory(value.dense, shape, dense_strides(shape), value.dtype)
@@ -172,11 +172,13 @@ def _reshaped(value: Value, shape: Sequence[Size]) -> Value:
     return _view(value, shape, at)
 
 
-def _view(value: Value, shape: Sequence[Size], at: Callable[[Sequence[str], str], str]) -> Value:
-    return Value(tuple(shape), value.dtype, at, value.cost, None, value.of_row, value.literal)
+def _view(
+    value: KernelValue, shape: Sequence[Size], at: Callable[[Sequence[str], str], str]
+) -> KernelValue:
+    return KernelValue(tuple(shape), value.dtype, at, value.cost, None, value.of_row, value.literal)
 
 
-def _permuted(value: Value, axes: Sequence[int]) -> Value:
+def _permuted(value: KernelValue, axes: Sequence[int]) -> KernelValue:
     def at(indices: Sequence[str], mask: str) -> str:
         back = [""] * len(axes)
         for index, axis in zip(indices, axes, strict=True):
@@ -186,7 +188,7 @@ def _permuted(value: Value, axes: Sequence[int]) -> Value:
     return _view(value, [value.shape[axis] for axis in axes], at)
 
 
-def _expanded(value: Value, shape: Sequence[Size]) -> Value:
+def _expanded(value: KernelValue, shape: Sequence[Size]) -> KernelValue:
     """Return a value with axes in front and with axes of one entry repeated."""
     shape = tuple(shape)
     if value.shape == shape:
@@ -201,7 +203,7 @@ def _expanded(value: Value, shape: Sequence[Size]) -> Value:
     return _view(value, shape, at)
 
 
-def _common_shape(values: Sequence[Value]) -> tuple[Size, ...]:
+def _common_shape(values: Sequence[KernelValue]) -> tuple[Size, ...]:
     rank = max((len(one.shape) for one in values), default=0)
     shape: list[Size] = [1] * rank
     for one in values:
@@ -215,7 +217,7 @@ def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-class Lowering:
+class KernelLowering:
     """Makes the statements of a traced training step.
 
     Args:
@@ -287,7 +289,7 @@ class Lowering:
     def _pair(self, gradients: Sequence[Ref | None]) -> list[tuple[Slot, Ref | None]]:
         return list(zip(self.layout.trained_slots, gradients, strict=True))
 
-    def _gradient(self, ref: Ref | None) -> Value | Product | None:
+    def _gradient(self, ref: Ref | None) -> KernelValue | Product | None:
         """Return the gradient of a slot, of which nothing reads the row any more."""
         if ref is None:
             return None
@@ -301,7 +303,7 @@ class Lowering:
         """Return a name that no other loop has: Triton gives each one type."""
         return f"{name}_{self._loops}"
 
-    def _loop(self, shape: Sequence[Size], pointer: str, value: Value) -> None:
+    def _loop(self, shape: Sequence[Size], pointer: str, value: KernelValue) -> None:
         """Write a value to memory, entry after entry."""
         self._loops += 1
         i, inside, start = self._name("i"), self._name("inside"), self._name("start")
@@ -322,7 +324,7 @@ class Lowering:
     def _at_most(self, size: Size) -> int:
         return size if isinstance(size, int) else size.at(self.samples)
 
-    def _new(self, shape: Sequence[Size], dtype: torch.dtype) -> Value:
+    def _new(self, shape: Sequence[Size], dtype: torch.dtype) -> KernelValue:
         """Return new memory of the client."""
         if dtype != torch.float32:
             raise NotTraceableError(f"it keeps numbers of type {str(dtype).removeprefix('torch.')}")
@@ -330,7 +332,7 @@ class Lowering:
         self.scratch = self.scratch + count_entries(shape)
         return in_memory(pointer, shape, dense_strides(shape), dtype)
 
-    def store(self, value: Value) -> Value:
+    def store(self, value: KernelValue) -> KernelValue:
         """Return a value as an array in memory that nothing else writes."""
         if value.dense is not None and not value.of_row:
             return value
@@ -339,7 +341,7 @@ class Lowering:
         self._loop(value.shape, made.dense, value)
         return made
 
-    def _reduce(self, value: Value, axes: Sequence[int], kind: str) -> Value:
+    def _reduce(self, value: KernelValue, axes: Sequence[int], kind: str) -> KernelValue:
         """Return sums or largest entries over some axes, which stay with one entry."""
         rank = len(value.shape)
         axes = sorted(axis % rank for axis in axes)
@@ -417,7 +419,7 @@ class Lowering:
             "tl.debug_barrier()",
         ]
 
-    def _compute(self, product: Product, bias: Value | None = None) -> Value:
+    def _compute(self, product: Product, bias: KernelValue | None = None) -> KernelValue:
         """Return a product in memory, with a bias added."""
         made = self._new(product.shape, torch.float32)
         columns = product.shape[1]
@@ -432,7 +434,7 @@ class Lowering:
         self._tiles(product, body)
         return made
 
-    def _move(self, slot: Slot, gradient: Value | Product | None) -> None:
+    def _move(self, slot: Slot, gradient: KernelValue | Product | None) -> None:
         """Write the step of the optimizer for a slot of the row."""
         call = (
             "move_tile(row, anchored, first_at, second_at, {place}, {inside}, {tile}, rate, keep, "
@@ -487,7 +489,7 @@ class Lowering:
             shape = self.trace.kinds[ref.number].shape
             if tuple(value.shape) != tuple(shape):
                 raise NotTraceableError(f"the operation {node.name} made {value.shape} for {shape}")
-            numbers = isinstance(value, Value) and value.dtype == torch.float32
+            numbers = isinstance(value, KernelValue) and value.dtype == torch.float32
             # What several read would be computed again for each of them.
             if numbers and value.cost > (2 if self._uses.get(ref, 0) > 1 else _MANY):
                 value = self.store(value)
@@ -550,7 +552,7 @@ class Lowering:
             value = self._values[ref] = self._compute(value)
         return value
 
-    def _constant(self, tensor: torch.Tensor) -> Value:
+    def _constant(self, tensor: torch.Tensor) -> KernelValue:
         if tensor.numel() == 1:
             return self._filled(tensor.shape, tensor.item(), tensor.dtype)
         if not tensor.is_floating_point():
@@ -574,25 +576,25 @@ class Lowering:
             return str(value)  # a number of samples
         return repr(value)
 
-    def _filled(self, shape: Sequence[Size], value: Any, dtype: torch.dtype) -> Value:
+    def _filled(self, shape: Sequence[Size], value: Any, dtype: torch.dtype) -> KernelValue:
         if dtype.is_floating_point and isinstance(value, int):
             value = float(value)
         text = self._number(value)
-        return Value(tuple(shape), dtype, lambda _indices, _mask: text, literal=True)
+        return KernelValue(tuple(shape), dtype, lambda _indices, _mask: text, literal=True)
 
     def _map(
         self, text: str, *operands: Any, cost: int = 1, dtype: torch.dtype | None = None
-    ) -> Value:
+    ) -> KernelValue:
         """Return an elementwise function of values and numbers."""
         dtype = dtype or self._dtype
         if dtype.is_floating_point and dtype != torch.float32:
             raise NotTraceableError(f"numbers of type {str(dtype).removeprefix('torch.')}")
-        values = [one for one in operands if isinstance(one, Value)]
+        values = [one for one in operands if isinstance(one, KernelValue)]
         floating = dtype.is_floating_point or any(one.dtype.is_floating_point for one in values)
         shape = _common_shape(values)
         parts: list[Any] = []
         for one in operands:
-            if isinstance(one, Value):
+            if isinstance(one, KernelValue):
                 parts.append((_expanded(one, shape), floating and not one.dtype.is_floating_point))
             else:
                 parts.append(self._number(one))
@@ -611,23 +613,23 @@ class Lowering:
         total = cost + sum(one.cost for one in values)
         literal = all(one.literal for one in values)
         # What is made of numbers alone has no type of Triton's to convert.
-        return Value(shape, dtype, at, total, None, any(v.of_row for v in values), literal)
+        return KernelValue(shape, dtype, at, total, None, any(v.of_row for v in values), literal)
 
     # ------------------------------------------------------------------ elementwise
 
-    def _op_rsub(self, a: Value, b: Any) -> Value:
+    def _op_rsub(self, a: KernelValue, b: Any) -> KernelValue:
         return self._map("({1} - {0})", a, b)
 
-    def _op_pow(self, a: Value, b: Any) -> Value:
+    def _op_pow(self, a: KernelValue, b: Any) -> KernelValue:
         texts = {
             2: "({0} * {0})", 3: "({0} * {0} * {0})", 0.5: "tl.sqrt_rn({0})", -1: "(1.0 / {0})",
             -2: "(1.0 / ({0} * {0}))", -0.5: "tl.div_rn(1.0, tl.sqrt_rn({0}))", 1: "({0})",
         }  # fmt: skip
-        if isinstance(b, Value) or b not in texts:
+        if isinstance(b, KernelValue) or b not in texts:
             raise NotTraceableError("it raises to a power that is not known")
         return self._map(texts[b], a, cost=2)
 
-    def _op_round(self, x: Value) -> Value:
+    def _op_round(self, x: KernelValue) -> KernelValue:
         # Halves go to the even neighbor.
         down = "tl.floor({0})"
         away = f"({{0}} - {down})"
@@ -636,27 +638,29 @@ class Lowering:
             f"({down} + tl.where(({away} > 0.5) | (({away} == 0.5) & {odd}), 1.0, 0.0))", x, cost=6
         )
 
-    def _op_tanh(self, x: Value) -> Value:
+    def _op_tanh(self, x: KernelValue) -> KernelValue:
         # exp of a negative number never overflows.
         small = "tl.exp(-2.0 * tl.abs({0}))"
         return self._map(
             f"(tl.where({{0}} < 0, -1.0, 1.0) * (1.0 - {small}) / (1.0 + {small}))", x, cost=8
         )
 
-    def _op_where(self, condition: Value, a: Any, b: Any) -> Value:
-        values = [condition, *(one for one in (a, b) if isinstance(one, Value))]
+    def _op_where(self, condition: KernelValue, a: Any, b: Any) -> KernelValue:
+        values = [condition, *(one for one in (a, b) if isinstance(one, KernelValue))]
         made = self._map("tl.where({0}, {1}, {2})", _AsIs.of(condition), a, b)
         return _expanded(made, _common_shape(values))
 
-    def _op_threshold_backward(self, g: Value, x: Value, threshold: float) -> Value:
+    def _op_threshold_backward(
+        self, g: KernelValue, x: KernelValue, threshold: float
+    ) -> KernelValue:
         return self._map(f"tl.where({{1}} <= {threshold!r}, 0.0, {{0}})", g, x)
 
-    def _op_logical_not(self, x: Value) -> Value:
+    def _op_logical_not(self, x: KernelValue) -> KernelValue:
         return self._map("({0} == 0)", x)
 
     _op_bitwise_not = _op_logical_not
 
-    def _op__to_copy(self, x: Value, **options: Any) -> Value:
+    def _op__to_copy(self, x: KernelValue, **options: Any) -> KernelValue:
         if set(options) - {"dtype", "layout", "device", "memory_format", "pin_memory"}:
             raise NotTraceableError("the operation _to_copy has an option that is not known")
         if x.dtype == self._dtype:
@@ -667,39 +671,41 @@ class Lowering:
             return self._map("{0}.to(tl.int64)", _AsIs.of(x), dtype=torch.int64)
         raise NotTraceableError("it converts to a type that is not known")
 
-    def _op_clone(self, x: Value, memory_format: Any = None) -> Value:
+    def _op_clone(self, x: KernelValue, memory_format: Any = None) -> KernelValue:
         return x
 
-    def _op_copy(self, _into: Value, x: Value, non_blocking: bool = False) -> Value:
+    def _op_copy(
+        self, _into: KernelValue, x: KernelValue, non_blocking: bool = False
+    ) -> KernelValue:
         return _expanded(x, _into.shape)
 
-    def _op_ones_like(self, x: Value, **_options: Any) -> Value:
+    def _op_ones_like(self, x: KernelValue, **_options: Any) -> KernelValue:
         return self._filled(x.shape, 1, self._dtype)
 
-    def _op_zeros_like(self, x: Value, **_options: Any) -> Value:
+    def _op_zeros_like(self, x: KernelValue, **_options: Any) -> KernelValue:
         return self._filled(x.shape, 0, self._dtype)
 
     # ------------------------------------------------------------------ views
 
-    def _op_detach(self, x: Value | Product) -> Value | Product:
+    def _op_detach(self, x: KernelValue | Product) -> KernelValue | Product:
         return x
 
     _op_alias = _op_detach
 
-    def _op_t(self, x: Value | Product) -> Value | Product:
+    def _op_t(self, x: KernelValue | Product) -> KernelValue | Product:
         if isinstance(x, Product):
             return Product(_permuted(x.right, (1, 0)), _permuted(x.left, (1, 0)))
         return _permuted(x, (1, 0)) if len(x.shape) == 2 else x
 
-    def _op_transpose(self, x: Value, one: int, other: int) -> Value:
+    def _op_transpose(self, x: KernelValue, one: int, other: int) -> KernelValue:
         axes = list(range(len(x.shape)))
         axes[one], axes[other] = axes[other], axes[one]
         return _permuted(x, axes)
 
-    def _op_permute(self, x: Value, axes: Sequence[int]) -> Value:
+    def _op_permute(self, x: KernelValue, axes: Sequence[int]) -> KernelValue:
         return _permuted(x, [axis % len(x.shape) for axis in axes])
 
-    def _op_view(self, x: Value, shape: Sequence[Size]) -> Value:
+    def _op_view(self, x: KernelValue, shape: Sequence[Size]) -> KernelValue:
         shape, total = list(shape), count_entries(x.shape)
         if -1 in shape:
             rest = count_entries([size for size in shape if size != -1])
@@ -710,22 +716,24 @@ class Lowering:
 
     _op__unsafe_view = _op_reshape = _op_view
 
-    def _op_expand(self, x: Value, shape: Sequence[Size], implicit: bool = False) -> Value:
+    def _op_expand(
+        self, x: KernelValue, shape: Sequence[Size], implicit: bool = False
+    ) -> KernelValue:
         own: list[Size] = [1] * (len(shape) - len(x.shape)) + list(x.shape)
         return _expanded(x, [b if a == -1 else a for a, b in zip(shape, own, strict=True)])
 
-    def _op_unsqueeze(self, x: Value, axis: int) -> Value:
+    def _op_unsqueeze(self, x: KernelValue, axis: int) -> KernelValue:
         axis %= len(x.shape) + 1
         return _reshaped(x, [*x.shape[:axis], 1, *x.shape[axis:]])
 
-    def _op_squeeze(self, x: Value, axes: Any = None) -> Value:
+    def _op_squeeze(self, x: KernelValue, axes: Any = None) -> KernelValue:
         rank = len(x.shape)
         if axes is None:
             axes = range(rank)
         chosen = {axis % rank for axis in ([axes] if isinstance(axes, int) else axes)}
         return _reshaped(x, [s for a, s in enumerate(x.shape) if a not in chosen or s != 1])
 
-    def _op_select(self, x: Value, axis: int, index: int) -> Value:
+    def _op_select(self, x: KernelValue, axis: int, index: int) -> KernelValue:
         axis %= len(x.shape)
         chosen = self._place(x.shape[axis], index)
 
@@ -734,7 +742,9 @@ class Lowering:
 
         return _view(x, [*x.shape[:axis], *x.shape[axis + 1 :]], at)
 
-    def _op_select_backward(self, g: Value, shape: Sequence[Size], axis: int, index: int) -> Value:
+    def _op_select_backward(
+        self, g: KernelValue, shape: Sequence[Size], axis: int, index: int
+    ) -> KernelValue:
         axis %= len(shape)
         chosen = self._place(shape[axis], index)
 
@@ -742,7 +752,7 @@ class Lowering:
             own = g.at([*indices[:axis], *indices[axis + 1 :]], mask)
             return f"tl.where({indices[axis]} == {chosen}, {own}, 0.0)"
 
-        return Value(tuple(shape), g.dtype, at, g.cost + 1, None, g.of_row)
+        return KernelValue(tuple(shape), g.dtype, at, g.cost + 1, None, g.of_row)
 
     @staticmethod
     def _place(size: Size, index: Size) -> str:
@@ -754,12 +764,14 @@ class Lowering:
 
     # ------------------------------------------------------------------ sums
 
-    def _axes(self, x: Value, axes: Any) -> list[int]:
+    def _axes(self, x: KernelValue, axes: Any) -> list[int]:
         if axes is None or axes == []:
             return list(range(len(x.shape)))
         return [axes] if isinstance(axes, int) else list(axes)
 
-    def _sum(self, x: Value, axes: Any, scale: Any = None, keepdim: bool = False) -> Value:
+    def _sum(
+        self, x: KernelValue, axes: Any, scale: Any = None, keepdim: bool = False
+    ) -> KernelValue:
         chosen = self._axes(x, axes)
         if x.dtype == torch.bool:
             x = self._map("{0}", x, cost=0, dtype=torch.float32)
@@ -771,48 +783,50 @@ class Lowering:
             made = self._map("({0} * {1})", made, scale, dtype=torch.float32)
         return made if keepdim else self._without(made, chosen)
 
-    def _without(self, x: Value, axes: Sequence[int]) -> Value:
+    def _without(self, x: KernelValue, axes: Sequence[int]) -> KernelValue:
         rank = len(x.shape)
         gone = {axis % rank for axis in axes} if rank else set()
         return _reshaped(x, [size for axis, size in enumerate(x.shape) if axis not in gone])
 
     def _op_sum(
-        self, x: Value, axes: Any = None, keepdim: bool = False, dtype: Any = None
-    ) -> Value:
+        self, x: KernelValue, axes: Any = None, keepdim: bool = False, dtype: Any = None
+    ) -> KernelValue:
         return self._sum(x, axes, keepdim=keepdim)
 
     def _op_mean(
-        self, x: Value, axes: Any = None, keepdim: bool = False, dtype: Any = None
-    ) -> Value:
+        self, x: KernelValue, axes: Any = None, keepdim: bool = False, dtype: Any = None
+    ) -> KernelValue:
         number = count_entries([x.shape[axis] for axis in self._axes(x, axes)])
         made = self._sum(x, axes, keepdim=keepdim)
         return self._map("({0} / {1})", made, number)
 
-    def _op_amax(self, x: Value, axes: Any = (), keepdim: bool = False) -> Value:
+    def _op_amax(self, x: KernelValue, axes: Any = (), keepdim: bool = False) -> KernelValue:
         chosen = self._axes(x, list(axes) if isinstance(axes, tuple) else axes)
         made = self._reduce(x, chosen, "max")
         return made if keepdim else self._without(made, chosen)
 
     # ------------------------------------------------------------------ products
 
-    def _op_mm(self, a: Value | Product, b: Value | Product) -> Product:
+    def _op_mm(self, a: KernelValue | Product, b: KernelValue | Product) -> Product:
         left, right = (self._factor(one) for one in (a, b))
         return Product(left, right)
 
-    def _factor(self, value: Value | Product) -> Value:
+    def _factor(self, value: KernelValue | Product) -> KernelValue:
         """Return a factor: what is computed again for each tile must be cheap."""
         if isinstance(value, Product):
             return self._compute(value)
         return self.store(value) if value.cost > 1 else value
 
-    def _op_addmm(self, bias: Value, a: Value, b: Value, beta: int = 1, alpha: int = 1) -> Value:
+    def _op_addmm(
+        self, bias: KernelValue, a: KernelValue, b: KernelValue, beta: int = 1, alpha: int = 1
+    ) -> KernelValue:
         if beta != 1 or alpha != 1:
             raise NotTraceableError("the operation addmm has an option that is not known")
         return self._compute(self._op_mm(a, b), bias)
 
     # ------------------------------------------------------------------ softmax and losses
 
-    def _op__log_softmax(self, x: Value, axis: int, _half: bool = False) -> Value:
+    def _op__log_softmax(self, x: KernelValue, axis: int, _half: bool = False) -> KernelValue:
         x = self._kept(x)
         most = self._reduce(x, [axis], "max")
         away = self._map("({0} - {1})", x, most)
@@ -820,30 +834,35 @@ class Lowering:
         return self._map("({0} - tl.log({1}))", away, total, cost=3)
 
     def _op__log_softmax_backward_data(
-        self, g: Value, y: Value, axis: int, _dtype: torch.dtype
-    ) -> Value:
+        self, g: KernelValue, y: KernelValue, axis: int, _dtype: torch.dtype
+    ) -> KernelValue:
         total = self._reduce(g, [axis], "sum")
         return self._map("({0} - tl.exp({1}) * {2})", g, y, total, cost=3)
 
-    def _op__softmax(self, x: Value, axis: int, _half: bool = False) -> Value:
+    def _op__softmax(self, x: KernelValue, axis: int, _half: bool = False) -> KernelValue:
         x = self._kept(x)
         power = self._map("tl.exp({0} - {1})", x, self._reduce(x, [axis], "max"), cost=3)
         power = self.store(power)
         return self._map("({0} / {1})", power, self._reduce(power, [axis], "sum"), cost=2)
 
     def _op__softmax_backward_data(
-        self, g: Value, y: Value, axis: int, _dtype: torch.dtype
-    ) -> Value:
+        self, g: KernelValue, y: KernelValue, axis: int, _dtype: torch.dtype
+    ) -> KernelValue:
         total = self._reduce(self._map("({0} * {1})", g, y), [axis], "sum")
         return self._map("({1} * ({0} - {2}))", g, y, total, cost=3)
 
-    def _kept(self, x: Value) -> Value:
+    def _kept(self, x: KernelValue) -> KernelValue:
         """Return a value that may be read several times."""
         return self.store(x) if x.cost else x
 
     def _op_nll_loss_forward(
-        self, x: Value, y: Value, weight: Value | None, reduction: int, ignored: int
-    ) -> list[Value | None]:
+        self,
+        x: KernelValue,
+        y: KernelValue,
+        weight: KernelValue | None,
+        reduction: int,
+        ignored: int,
+    ) -> list[KernelValue | None]:
         self._check_losses(x, weight, reduction)
         x = self._kept(x)
 
@@ -854,12 +873,12 @@ class Lowering:
             place = f"tl.where({known}, {target}, 0).to(tl.int32)"
             return f"tl.where({known}, -{x.at([*indices, place], mask)}, 0.0)"
 
-        return [Value(y.shape, torch.float32, at, 3, None, x.of_row), None]
+        return [KernelValue(y.shape, torch.float32, at, 3, None, x.of_row), None]
 
     def _op_nll_loss_backward(
-        self, g: Value, x: Value, y: Value, weight: Value | None, reduction: int, ignored: int,
+        self, g: KernelValue, x: KernelValue, y: KernelValue, weight: KernelValue | None, reduction: int, ignored: int,
         _total: Any,
-    ) -> Value:  # fmt: skip
+    ) -> KernelValue:  # fmt: skip
         self._check_losses(x, weight, reduction)
 
         def at(indices: Sequence[str], mask: str) -> str:
@@ -868,16 +887,18 @@ class Lowering:
             chosen = f"(({target} == {place}) & ({target} != {ignored}))"
             return f"tl.where({chosen}, -{g.at([sample], mask)}, 0.0)"
 
-        return Value(x.shape, torch.float32, at, 3 + g.cost, None, g.of_row)
+        return KernelValue(x.shape, torch.float32, at, 3 + g.cost, None, g.of_row)
 
     @staticmethod
-    def _check_losses(x: Value, weight: Value | None, reduction: int) -> None:
+    def _check_losses(x: KernelValue, weight: KernelValue | None, reduction: int) -> None:
         if weight is not None or reduction != 0 or len(x.shape) != 2:
             raise NotTraceableError("its loss of classes has a form that is not known")
 
     # ------------------------------------------------------------------ normalizations
 
-    def _moments(self, x: Value, axes: Sequence[int], eps: float) -> tuple[Value, Value]:
+    def _moments(
+        self, x: KernelValue, axes: Sequence[int], eps: float
+    ) -> tuple[KernelValue, KernelValue]:
         """Return means, and 1 / sqrt(variance + eps)."""
         number = count_entries([x.shape[axis] for axis in axes])
         mean = self.store(
@@ -892,17 +913,22 @@ class Lowering:
         return mean, self.store(scale)
 
     def _normalized(
-        self, x: Value, mean: Value, scale: Value, weight: Value | None, bias: Value | None
-    ) -> Value:
+        self,
+        x: KernelValue,
+        mean: KernelValue,
+        scale: KernelValue,
+        weight: KernelValue | None,
+        bias: KernelValue | None,
+    ) -> KernelValue:
         made = self._map("(({0} - {1}) * {2})", x, mean, scale, cost=2)
         if weight is not None:
             made = self._map("({0} * {1})", made, weight)
         return made if bias is None else self._map("({0} + {1})", made, bias)
 
     def _gradients(
-        self, g: Value, x: Value, mean: Value, scale: Value, weight: Value | None,
+        self, g: KernelValue, x: KernelValue, mean: KernelValue, scale: KernelValue, weight: KernelValue | None,
         inner: Sequence[int], outer: Sequence[int], wanted: Sequence[bool],
-    ) -> list[Value | None]:  # fmt: skip
+    ) -> list[KernelValue | None]:  # fmt: skip
         """Return the gradients of a normalization.
 
         Args:
@@ -918,7 +944,7 @@ class Lowering:
         g = self._kept(g)
         unit = self._kept(self._map("(({0} - {1}) * {2})", x, mean, scale, cost=2))
         number = count_entries([x.shape[axis] for axis in inner])
-        found: list[Value | None] = [None] * 3
+        found: list[KernelValue | None] = [None] * 3
         if wanted[0]:
             own = g if weight is None else self._kept(self._map("({0} * {1})", g, weight))
             one = self._reduce(own, inner, "sum")
@@ -935,29 +961,34 @@ class Lowering:
         return found
 
     def _op_native_layer_norm(
-        self, x: Value, shape: Sequence[int], weight: Value | None, bias: Value | None, eps: float
-    ) -> list[Value]:
+        self,
+        x: KernelValue,
+        shape: Sequence[int],
+        weight: KernelValue | None,
+        bias: KernelValue | None,
+        eps: float,
+    ) -> list[KernelValue]:
         x = self._kept(x)
         axes = list(range(len(x.shape) - len(shape), len(x.shape)))
         mean, scale = self._moments(x, axes, eps)
         return [self._normalized(x, mean, scale, weight, bias), mean, scale]
 
     def _op_native_layer_norm_backward(
-        self, g: Value, x: Value, shape: Sequence[int], mean: Value, scale: Value,
-        weight: Value | None, _bias: Value | None, wanted: Sequence[bool],
-    ) -> list[Value | None]:  # fmt: skip
+        self, g: KernelValue, x: KernelValue, shape: Sequence[int], mean: KernelValue, scale: KernelValue,
+        weight: KernelValue | None, _bias: KernelValue | None, wanted: Sequence[bool],
+    ) -> list[KernelValue | None]:  # fmt: skip
         rank = len(x.shape)
         inner, outer = range(rank - len(shape), rank), range(rank - len(shape))
         return self._gradients(g, x, mean, scale, weight, inner, outer, wanted)
 
-    def _channels(self, value: Value | None, x: Value) -> Value | None:
+    def _channels(self, value: KernelValue | None, x: KernelValue) -> KernelValue | None:
         if value is None:
             return None
         return _reshaped(value, [x.shape[1] if axis == 1 else 1 for axis in range(len(x.shape))])
 
     def _op__native_batch_norm_legit(
-        self, x: Value, weight: Value | None, bias: Value | None, *rest: Any
-    ) -> list[Value]:
+        self, x: KernelValue, weight: KernelValue | None, bias: KernelValue | None, *rest: Any
+    ) -> list[KernelValue]:
         # Training, momentum and eps: the form without running statistics.
         if len(rest) != 3:
             raise NotTraceableError("batch normalization of a form that is not known")
@@ -968,9 +999,9 @@ class Lowering:
         return [made, _reshaped(mean, [x.shape[1]]), _reshaped(scale, [x.shape[1]])]
 
     def _op_native_batch_norm_backward(
-        self, g: Value, x: Value, weight: Value | None, _mean: Any, _var: Any, mean: Value,
-        scale: Value, training: bool, _eps: float, wanted: Sequence[bool],
-    ) -> list[Value | None]:  # fmt: skip
+        self, g: KernelValue, x: KernelValue, weight: KernelValue | None, _mean: Any, _var: Any, mean: KernelValue,
+        scale: KernelValue, training: bool, _eps: float, wanted: Sequence[bool],
+    ) -> list[KernelValue | None]:  # fmt: skip
         if not training:
             raise NotTraceableError("batch normalization of a form that is not known")
         axes = [0, *range(2, len(x.shape))]
@@ -982,8 +1013,8 @@ class _AsIs:
     """A value that is not converted to a floating-point number where others are."""
 
     @staticmethod
-    def of(value: Value) -> Value:
+    def of(value: KernelValue) -> KernelValue:
         """Return the same value under a type of floating-point numbers."""
-        return Value(
+        return KernelValue(
             value.shape, torch.float32, value.at, value.cost, None, value.of_row, value.literal
         )

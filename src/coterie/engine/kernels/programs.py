@@ -10,7 +10,7 @@ import triton.language as tl
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie.engine.kernels.lower import Lowering
+from coterie.engine.kernels.lower import KernelLowering
 from coterie.engine.kernels.rules import LAUNCH, move_tile
 from coterie.engine.kernels.update import StepNumbers, launch_on
 from coterie.engine.native.trace import NotTraceableError, Objective, evaluate_size, record
@@ -82,8 +82,8 @@ class ClientProgram:
             raise NotTraceableError(f"numbers of type {str(layout.dtype).removeprefix('torch.')}")
         if layout.inputs:
             raise NotTraceableError("it has input buffers")
-        traces = record(layout, objective, x, y, Lowering.knows)
-        lowering = Lowering(traces.train, layout, _TYPICAL)
+        traces = record(layout, objective, x, y, KernelLowering.knows)
+        lowering = KernelLowering(traces.train, layout, _TYPICAL)
         lowering.run()
         self.layout, self.precision, self.together = layout, precision, traces.together
         self.scratch = lowering.scratch

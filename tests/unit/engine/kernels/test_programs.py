@@ -20,7 +20,7 @@ from coterie.models.layout import Layout
 
 pytest.importorskip("triton", reason="no Triton: it is for Linux")
 
-from coterie.engine.kernels.lower import Lowering, _split_index
+from coterie.engine.kernels.lower import KernelLowering, _split_index
 from coterie.engine.kernels.programs import ClientProgram, can_run_on
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -287,8 +287,8 @@ def test_the_index_of_an_entry_is_that_of_every_axis():
 
 
 def test_each_operation_of_a_table_is_known():
-    assert all(map(Lowering.knows, ("neg", "mul", "eq", "logical_or", "mm")))
-    assert not Lowering.knows("sort")
+    assert all(map(KernelLowering.knows, ("neg", "mul", "eq", "logical_or", "mm")))
+    assert not KernelLowering.knows("sort")
 
 
 # ---------------------------------------------------------------------- the compiler
