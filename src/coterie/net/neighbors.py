@@ -9,12 +9,13 @@ counts: nobody is believed that another one is here, or is not.
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, zip_longest
+from itertools import chain, count, islice, zip_longest
 
 from coterie._util.mappings import select_keys
 
 # Each asks for the members of the views that are left when absent ones are passed over. Where most
-# of a roster are away, a few in vain are enough for one time.
+# of a roster are away, a few in vain are enough for one time; but a node that knows nobody has
+# nobody to ask for hints, so that it looks for as long as one time may take.
 _WAVES, _IN_VAIN = 8, 2
 # Seconds: members behind addresses that swallow packets must not hold up a round for long.
 _LONGEST = 10.0
@@ -75,11 +76,12 @@ class Neighbors:
             Whether the views have known members only.
         """
         end, in_vain = time.monotonic() + _LONGEST, 0
-        for _ in range(_WAVES):
+        for wave in count():
             strangers = sorted(find_strangers(self.list_absent()))
             if not strangers:
                 return True
-            if time.monotonic() > end or in_vain == _IN_VAIN:
+            enough = wave >= _WAVES or in_vain >= _IN_VAIN
+            if time.monotonic() > end or (enough and self._list_known()):
                 break
             answers, found = self.meet(strangers), 0
             # Where some are away, others know better who is here.

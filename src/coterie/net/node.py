@@ -1275,6 +1275,9 @@ class Node:
         """
         seen, until = {}, time.monotonic() + self.patience.linger
         late, staying_for = list[str](), set[str]()
+        # Where no messages are read, only its head shows that a member takes part, and the way to
+        # one that has not begun may be lost just now.
+        newest = {} if self.post.traffic.received else dict(self._heads)
         if self._is_answering and not self.late and self.participants is not None:
             late = self.participants.late_members
         while time.monotonic() < until:
@@ -1287,7 +1290,10 @@ class Node:
                 # the last of those who waited for this node reads its answer
                 self._stop.wait(self.patience.poll)
                 return
-            there = self.transport.alive_members() | self.transport.lost_members() | found.keys()
+            newest |= met
+            starting = {name for name, head in newest.items() if head.state == "starting"}
+            there = self.transport.alive_members() | self.transport.lost_members()
+            there |= found.keys() | starting
             open_ = there & set(self.other_members) - done
             if not late and not self.late and not open_:
                 return

@@ -505,6 +505,24 @@ def test_a_node_that_is_done_stays_for_members_that_took_part_and_are_away(netwo
     assert asks == [0.0, 9.0, 18.0, 27.0, 36.0]
 
 
+@pytest.mark.parametrize(("received", "asked"), [(0, 3), (5, 1)], ids=["nobody is asked", "read"])
+def test_a_node_whose_method_asks_nobody_stays_for_those_who_had_not_begun(
+    networks, monkeypatch, received, asked
+):
+    """A relay that goes down hides n1, which needs this node to begin, and never published anything."""
+    node, calls = networks("local").node(0), []
+    node._heads = {"n1": SimpleNamespace(state="starting", round=-1)}
+    node.post.traffic.received = received
+
+    def ask_heads(names):
+        calls.append(names)
+        return {"n1": SimpleNamespace(state="done", round=4)} if len(calls) == 3 else {}
+
+    monkeypatch.setattr(node, "ask_heads", ask_heads)
+    node._linger()
+    assert len(calls) == asked
+
+
 def test_the_time_of_a_run_is_that_of_all_its_starts(networks):
     node = networks("random").node(0)
     node._earlier = {}
