@@ -764,9 +764,15 @@ class GrpcTransport(GrpcRun, GrpcServer):
             self._loop.call_soon_threadsafe(answer.set_result, what)
 
         outbox = run.outbox
-        await self._run_in_worker(outbox.ask, asker, address, float(found["wait"]), give)
         try:
-            # Shielded: when the asker goes, the outbox still gives its answer once.
+            asked = self._loop.run_in_executor(
+                self._workers, outbox.ask, asker, address, float(found["wait"]), give
+            )
+        except RuntimeError:  # shut down: this node leaves
+            raise asyncio.CancelledError from None
+        try:
+            # Shielded: an asker that goes does not stop what other threads are about to do.
+            await asyncio.shield(asked)
             what = await asyncio.shield(answer)
             if isinstance(what, Missing):
                 await abort_missing(context, what)
@@ -778,7 +784,14 @@ class GrpcTransport(GrpcRun, GrpcServer):
                 if isinstance(given.result(), Parcel):
                     outbox.note_sent(asker)
 
+            def withdraw(asked: "asyncio.Future[None]") -> None:
+                # Its place is for the next question of a member, not for one that nobody awaits.
+                if not asked.cancelled() and not answer.done():
+                    with suppress(RuntimeError):
+                        self._workers.submit(outbox.withdraw, asker, address, give)
+
             answer.add_done_callback(count_sent)
+            asked.add_done_callback(withdraw)
 
     async def _run_in_worker(self, job: Callable[..., _Answer], *arguments: Any) -> _Answer:
         """Do something that can take a while, in another thread."""

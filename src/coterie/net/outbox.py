@@ -140,8 +140,8 @@ class Outbox:
             asker: the asking member, as the network identifies it.
             address: the address of the message.
             wait: seconds to wait for it.
-            answer: called once; with a parcel, `note_sent` must follow when it is delivered or
-                given up.
+            answer: called once, unless the question is withdrawn; with a parcel, `note_sent` must
+                follow when it is delivered or given up.
         """
         with self._change:
             # A bound on how long an asker can keep a question open.
@@ -165,6 +165,20 @@ class Outbox:
                 # The sweeper waits for the earliest limit, which may be that of this question.
                 self._change.notify_all()
         _deliver_answers(answers)
+
+    def withdraw(self, asker: str, address: Address, answer: Answer) -> bool:
+        """Drop a question whose asker is gone; its place is free, and it gets no answer.
+
+        Returns:
+            Whether it was open. Else its answer has been given, or will be at once.
+        """
+        with self._change:
+            waiting = self._waiting.get((asker, address))
+            # The same question again is another one, of an asker that is there.
+            if waiting is None or waiting.answer != answer:
+                return False
+            del self._waiting[asker, address]
+            return True
 
     def note_sent(self, asker: str) -> None:
         """Note that a message handed out to an asker has been delivered or given up."""

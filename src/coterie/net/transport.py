@@ -233,7 +233,10 @@ class InProcess:
         try:
             answer = box.get(timeout=deadline)
         except queue.Empty:
-            return Missing("timeout")
+            if node.outbox.withdraw(self.name, expect.address, box.put):
+                return Missing("timeout")
+            # It comes in this moment.
+            answer = box.get()
         if isinstance(answer, Missing):
             return answer
         parts = [(attachment, bytes(chunk)) for attachment, chunk in answer.iterate_chunks()]

@@ -200,6 +200,58 @@ def test_one_member_has_so_many_questions_open_and_others_are_answered(plain):
     until(lambda: not a._serving.get("n1"))
 
 
+@pytest.mark.parametrize("end", ["call", "link"])
+def test_a_question_of_a_member_that_is_gone_keeps_no_place(plain, end):
+    """Eight questions wait for a minute; their asker gives up, or its link ends, and it asks again."""
+    a, _, _ = plain
+    options = [("grpc.use_local_subchannel_pool", 1)]
+
+    def ask(round: int) -> Any:
+        body = canonical_json({"run": "local", "kind": "model", "round": round, "exchange": 0, "client": 0, "wait": 60.0})  # fmt: skip
+        found = channels[-1].unary_stream("/coterie.v1/Message")
+        return found(body, timeout=30, metadata=(("coterie-name", "n1"),))
+
+    channels = [grpc.insecure_channel(a.roster.members[0].address, options)]
+    waiting = [ask(number) for number in range(8)]
+    until(lambda: a.outbox.current_load[1] == 8)
+    if end == "call":
+        for call in waiting:
+            call.cancel()
+    else:
+        channels[-1].close()
+        channels.append(grpc.insecure_channel(a.roster.members[0].address, options))
+    until(lambda: a.outbox.current_load[1] == 0)
+    again = ask(8)
+    until(lambda: a.outbox.current_load[1] == 1)
+    a.publish(Address(8, 0, 0), Parcel(b"{}", bytes(64), b"payload"))
+    assert b"payload" in b"".join(again)
+    until(lambda: not a.outbox._sending)
+    channels[-1].close()
+
+
+def test_a_question_that_is_gone_before_the_outbox_has_it_keeps_no_place(plain):
+    """All threads that answer are busy when it comes, and it is given up before one is free."""
+    a, _, _ = plain
+    free = threading.Event()
+    busy = [a._workers.submit(free.wait, 60.0) for _ in range(16)]
+    body = canonical_json({"run": "local", "kind": "model", "round": 0, "exchange": 0, "client": 0, "wait": 60.0})  # fmt: skip
+    with grpc.insecure_channel(a.roster.members[0].address) as channel:
+        ask = channel.unary_stream("/coterie.v1/Message")
+        call = ask(body, timeout=30, metadata=(("coterie-name", "n1"),))
+        until(lambda: a._serving.get("n1"))
+        until(lambda: a._workers._work_queue.qsize() == 1)
+        call.cancel()
+        until(lambda: not a._serving["n1"])
+        assert a.outbox.current_load[1] == 0
+        free.set()
+        for one in busy:
+            one.result()
+        until(lambda: a._workers._work_queue.empty())
+        until(lambda: a.outbox.current_load[1] == 0)
+        a._workers.submit(lambda: None).result()
+        assert a.outbox.current_load[1] == 0
+
+
 def test_calls_of_one_member_beyond_the_bound_are_refused_and_told_once(plain):
     """A head that takes long holds 32 of its calls; 68 are told "busy" at once, in one event."""
     a, _, c = plain

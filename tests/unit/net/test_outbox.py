@@ -120,6 +120,31 @@ def test_asking_again_replaces_the_question(outbox):
     assert (first, second) == ([Missing("busy", -2)], [parcel("m")])
 
 
+def test_a_question_whose_asker_is_gone_frees_its_place_and_gets_no_answer(outbox):
+    gone, others = [], []
+    outbox.ask("b", at(0), 60.0, gone.append)
+    for client in (1, 2):
+        outbox.ask("b", at(0, client), 60.0, others.append)
+    assert [one.reason for one in ask(outbox, "b", at(1))] == ["busy"]
+    assert outbox.withdraw("b", at(0), gone.append)
+    assert outbox.current_load == (0, 2)
+    assert not outbox.withdraw("b", at(0), gone.append), "it is not open any more"
+    assert not outbox.withdraw("c", at(0, 1), others.append), "it is of another member"
+    assert ask(outbox, "b", at(1)) == [], "there is room for it now"
+    outbox.publish(at(0), parcel("m"))
+    assert gone == []
+
+
+def test_a_question_that_was_put_again_is_not_withdrawn_with_the_older_one(outbox):
+    first, second = [], []
+    outbox.ask("b", at(0), 60.0, first.append)
+    outbox.ask("b", at(0), 60.0, second.append)
+    assert not outbox.withdraw("b", at(0), first.append)
+    outbox.publish(at(0), parcel("m"))
+    assert second == [parcel("m")]
+    assert not outbox.withdraw("b", at(0), second.append), "it has been answered"
+
+
 def test_a_thousand_questions_leave_few_open(outbox):
     for round in range(1000):
         ask(outbox, "b", at(round + 10))
