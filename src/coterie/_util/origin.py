@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -19,11 +20,15 @@ from coterie._util.files import prepare_file, write_atomically
 PACKAGE = Path(__file__).resolve().parent.parent
 CODE = ("src", "benchmarks", "scripts", "pyproject.toml", "constraints.txt")
 """The files of the repository that results depend on; changes of other files change no result."""
+_STARTED = time.time()
 
 
 @lru_cache(maxsize=1)
 def describe_code() -> dict[str, Any]:
     """Return the commit of the running code, and whether its files differ from that commit.
+
+    A long run may see another commit at its end than the one that it was started with, so that
+    files which changed after the start count as well.
 
     Returns:
         `commit` and `dirty`; both None where the package does not run from its own repository.
@@ -32,9 +37,14 @@ def describe_code() -> dict[str, Any]:
     if _run_git("ls-files", "--error-unmatch", "__init__.py") is None:
         return {"commit": None, "dirty": None}
     top = _run_git("rev-parse", "--show-toplevel") or str(PACKAGE)
-    changed = _run_git("status", "--porcelain", "--", *(str(Path(top, name)) for name in CODE))
+    code = [str(Path(top, name)) for name in CODE]
+    changed = _run_git("status", "--porcelain", "--", *code)
+    files = _run_git("ls-files", "-z", "--full-name", "--", *code)
     # An empty status says that nothing differs; None, that git failed.
-    dirty = None if changed is None else bool(changed)
+    dirty = None
+    if changed is not None and files is not None:
+        paths = [Path(top, name) for name in files.split("\0") if name]
+        dirty = bool(changed) or any(path.stat().st_mtime > _STARTED for path in paths)
     return {"commit": _run_git("rev-parse", "HEAD"), "dirty": dirty}
 
 

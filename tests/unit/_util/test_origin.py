@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def repository(tmp_path, monkeypatch):
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "--quiet", "-m", "first")
     monkeypatch.setattr(origin, "PACKAGE", package)
+    monkeypatch.setattr(origin, "_STARTED", time.time() + 60)
     origin.describe_code.cache_clear()
     yield tmp_path
     origin.describe_code.cache_clear()
@@ -55,6 +57,15 @@ def test_the_commit_is_that_of_the_package(repository):
 def test_changed_and_new_files_of_the_code_make_it_dirty_and_others_do_not(repository, file, dirty):
     (repository / file).parent.mkdir(exist_ok=True)
     (repository / file).write_text("two\n")
+    assert origin.describe_code()["dirty"] is dirty
+
+
+@pytest.mark.parametrize(("file", "dirty"), [("src/coterie/__init__.py", True), ("notes.md", False)])
+def test_code_that_was_committed_while_a_process_ran_is_not_what_it_ran(repository, file, dirty):
+    """The commit at the end of a run has another file than the one that was loaded at its start."""
+    (repository / file).write_text("two\n")
+    git(repository, "commit", "--quiet", "-am", "second")
+    os.utime(repository / file, (origin._STARTED + 60,) * 2)
     assert origin.describe_code()["dirty"] is dirty
 
 
