@@ -60,7 +60,9 @@ def test_changed_and_new_files_of_the_code_make_it_dirty_and_others_do_not(repos
     assert origin.describe_code()["dirty"] is dirty
 
 
-@pytest.mark.parametrize(("file", "dirty"), [("src/coterie/__init__.py", True), ("notes.md", False)])
+@pytest.mark.parametrize(
+    ("file", "dirty"), [("src/coterie/__init__.py", True), ("notes.md", False)]
+)
 def test_code_that_was_committed_while_a_process_ran_is_not_what_it_ran(repository, file, dirty):
     """The commit at the end of a run has another file than the one that was loaded at its start."""
     (repository / file).write_text("two\n")
