@@ -7,7 +7,7 @@ that is going on, all behind the same address and over the same links (`GrpcTran
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from coterie.net.log import RateLimit, Sample
@@ -57,6 +57,10 @@ class Links(Protocol):
 
     def bound_links(self, run: str, most: int) -> None:
         """Close the links that were not used for longest, where a run needs no more than `most`."""
+        ...
+
+    def prefer_links(self, run: str, members: Collection[str]) -> None:
+        """Close the links from these members last, where a run needs them."""
         ...
 
     def log_event(self, event: str, **details: Any) -> None:
@@ -287,6 +291,10 @@ class GrpcRun:
     def limit_links(self, most: int) -> None:
         """Keep at most so many links, if no other run of this node needs more."""
         self._links_of_node.bound_links(self.run, most)
+
+    def prefer_members(self, names: Collection[str]) -> None:
+        """Close the links from these members last."""
+        self._links_of_node.prefer_links(self.run, names)
 
     def prometheus_samples(self) -> list[Sample]:
         """Return no numbers: the links count for all runs."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NoReturn, TypeVar
 
@@ -26,6 +26,7 @@ from coterie.errors import TransportError
 from coterie.net import identity as identities
 from coterie.net.awake import AwakeClock
 from coterie.net.identity import Identity
+from coterie.net.incoming import LEAST, IncomingLinks, Visit, close_connections, list_connections
 from coterie.net.log import RateLimit, Sample
 from coterie.net.outbox import REASONS, Missing
 from coterie.net.payload import Refused, escape_text, parse_strict_json
@@ -48,6 +49,8 @@ WINDOW = 512 * 1024
 CALLS = 32
 """Calls that one member may have open at a node, of all kinds."""
 _LISTEN = 5.0  # seconds in which a question must have come
+_SWEEP = 5.0  # seconds between two looks at connections without a call
+_TELL = 0.25  # seconds for the answer that there is no room, until the connection is closed
 _PAUSE = 10.0  # seconds between two events of the same refusal: nobody fills the log from outside
 OVER = "its certificate is over; it needs a new one"
 _Answer = TypeVar("_Answer")
@@ -98,11 +101,13 @@ class Question:
         asker: the member.
         fields: of the question.
         requests: what comes after it, for the few calls on which anything does.
+        visit: its place among the calls on incoming links.
     """
 
     asker: str
     fields: Mapping[str, Any]
     requests: AsyncIterator[bytes]
+    visit: Visit = field(default_factory=Visit)
 
 
 Handler = Callable[[Question, Any], Coroutine[Any, Any, None]]
@@ -122,8 +127,9 @@ class GrpcServer:
     Attributes:
         turned_away: numbers of questions that were refused, by reason: "not_on_roster" (a
             certificate of the run's authority whose key is no member's), "expired" (a member's
-            certificate that is over), "not_allowed" (what cannot be read, or is of another run) and
-            "too_many" (over the number that one member may have open). A connection without a
+            certificate that is over), "not_allowed" (what cannot be read, or is of another run),
+            "too_many" (over the number that one member may have open) and "full" (no room for its
+            link; it comes again). A connection without a
             certificate of the authority ends before anybody is known, and leaves no event.
     """
 
@@ -143,6 +149,12 @@ class GrpcServer:
         self._refusals: dict[tuple[str, str], RateLimit] = {}
         self._serving: dict[str, set[asyncio.Task[Any]]] = {}
         self._ended: set[asyncio.Task[Any]] = set()  # that serve members which a new roster removes
+        self._yielding: set[asyncio.Task[Any]] = set()  # whose links make room for others
+        self._most_needed: int | None = None
+        self._port = 0
+        self.incoming = IncomingLinks(
+            LEAST, lambda: list_connections(self._port), self._close_connection
+        )
         self._take_roster(roster)
         raise_file_limit()
         # In order, and apart: the reader of the log may be slow.
@@ -153,6 +165,28 @@ class GrpcServer:
         self.roster = roster
         self._members = index_by_name(roster.members)
         self._by_key = {member.key: member.name for member in roster.members if member.key}
+        self._bound_incoming(self._most_needed)
+
+    def _bound_incoming(self, most: int | None) -> None:
+        """Bound the links from others: twice the members, or twice the number that a run needs."""
+        self._most_needed = most
+        number = len(self._members) if most is None else min(most, len(self._members))
+        self.incoming.most = LEAST + 2 * number
+
+    def _close_connection(self, peer: str) -> None:
+        def close() -> None:
+            close_connections(self._port, {peer})
+            self.incoming.note_closed(peer)
+
+        # A question may be on its way: its answer is that it has to come again.
+        self._loop.call_later(_TELL, close)
+
+    async def _close_silent_connections(self) -> None:
+        """Close connections on which nobody has called, now and then."""
+        while True:
+            await asyncio.sleep(_SWEEP)
+            if silent := self.incoming.find_silent():
+                close_connections(self._port, silent)
 
     def _run(self, work: Coroutine[Any, Any, _Answer]) -> _Answer:
         """Run something on the loop, and wait for it."""
@@ -212,7 +246,14 @@ class GrpcServer:
         except RuntimeError as error:
             raise TransportError(_explain_bind(host.strip("[]"), int(port), error)) from None
         await self._server.start()
+        self._port = found
+        self._silence = asyncio.create_task(self._close_silent_connections())
         return found
+
+    async def _stop_server(self, grace: float) -> None:
+        """Answer nothing more, and end what is being answered."""
+        self._silence.cancel()
+        await self._server.stop(grace)
 
     # ------------------------------------------------------------------ dialing
 
@@ -284,24 +325,43 @@ class GrpcServer:
             asker = await self._identify(context)
             open_, task = self._serving.setdefault(asker, set()), asyncio.current_task()
             assert task is not None  # of this handler
+
+            def turn_away() -> None:
+                self._yielding.add(task)
+                task.cancel()
+
+            peer = context.peer()
+            # A call that is refused says as well whose its link is.
+            visit = self.incoming.open_visit(asker, peer, turn_away)
+            if visit is None:
+                self._count_refusal("full", asker, f"{len(self.incoming)} links are open here")
+                await abort_missing(context, Missing("full"))
             if len(open_) >= calls:
+                self.incoming.end_visit(peer, visit)
                 self._count_refusal("too_many", asker, f"more than {calls} questions at once")
                 await abort_missing(context, Missing("busy"))
             open_.add(task)
             try:
                 question = await self._read_question(asker, requests, expected, context)
+                # From here on an answer may be on the way.
+                visit.is_waiting = False
                 if question is None:
                     await abort_missing(context, Missing("forbidden"))
                 self._note_contact(asker)
+                question.visit = visit
                 await answer(question, context)
             except asyncio.CancelledError:
+                if task in self._yielding:
+                    await abort_missing(context, Missing("full"))
                 if task not in self._ended:
                     raise
                 # The library would leave a call that this node ends without an end.
                 await self._abort_stranger(context)
             finally:
+                self.incoming.end_visit(peer, visit)
                 open_.discard(task)
                 self._ended.discard(task)
+                self._yielding.discard(task)
 
         return handle
 

@@ -10,9 +10,10 @@ thread, so that a question that waits for its message costs no thread.
 
 import asyncio
 import math
+import random
 import ssl
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -205,6 +206,7 @@ class GrpcTransport(GrpcRun, GrpcServer):
         self._away: dict[str, _Away] = {}
         self._lost: set[str] = set()  # members to which the way alone is lost, as far as is known
         self._most_links: dict[str, int] = {}  # of the runs that say how many they need
+        self._preferred: dict[str, frozenset[str]] = {}
         self._asking: dict[Future[Any], str] = {}  # the run of each open question
         # What answers need of this node: signatures, and lines of the audit log.
         self._workers = ThreadPoolExecutor(16, "coterie-answer")
@@ -262,6 +264,9 @@ class GrpcTransport(GrpcRun, GrpcServer):
         """Answer no more questions of a run, and end the questions that this node asks in it."""
         with self._lock:
             self._most_links.pop(run.run, None)
+            self._preferred.pop(run.run, None)
+            self.incoming.preferred = frozenset[str]().union(*self._preferred.values())
+            self._bound_incoming(max(self._most_links.values(), default=None))
             if run is not self:
                 self._runs = drop_keys(self._runs, {run.run})
             asking = [question for question, of in self._asking.items() if of == run.run]
@@ -322,6 +327,13 @@ class GrpcTransport(GrpcRun, GrpcServer):
     def bound_links(self, run: str, most: int) -> None:
         """Keep at most so many links for a run: see `Transport.limit_links`."""
         self._most_links[run] = most
+        self._bound_incoming(max(self._most_links.values()))
+
+    def prefer_links(self, run: str, members: Collection[str]) -> None:
+        """Close the links from these members last: see `Transport.prefer_members`."""
+        with self._lock:
+            self._preferred[run] = frozenset(members)
+            self.incoming.preferred = frozenset[str]().union(*self._preferred.values())
 
     @property
     def num_links(self) -> int:
@@ -407,10 +419,10 @@ class GrpcTransport(GrpcRun, GrpcServer):
     async def _watch(self, link: _Link) -> None:
         """Note when a link comes up or is lost; keep it up."""
         channel, peer = link.channel, link.member.name
-        state = channel.get_state(try_to_connect=True)
+        state, was_up = channel.get_state(try_to_connect=True), False
         while state is not _OVER:
             if state is _READY:
-                link.missing = None
+                link.missing, was_up = None, True
                 self._attach_to(link)
                 for run in self._runs.values():
                     await self._exchange_presence(link, run.announced, run=run)
@@ -426,11 +438,22 @@ class GrpcTransport(GrpcRun, GrpcServer):
                     # why, at times.
                     link.inspected = time.monotonic()
                     self.start_task(self._inspect(link.member))
+            elif state is _IDLING and was_up and await self._was_let_go(link):
+                self.start_task(self._close_link(peer))
             elif state is _IDLING:
                 # It was lost: whether the member is there shows when it is dialed again.
                 channel.get_state(try_to_connect=True)
             await channel.wait_for_state_change(state)
             state = channel.get_state()
+
+    async def _was_let_go(self, link: _Link) -> bool:
+        """Whether a link that nobody uses was lost, and its member listens.
+
+        Then that member has closed it for others: a new one would make another go, for nothing.
+        """
+        if not self._most_links or link.calls or link.stream or link.member.is_outbound:
+            return False
+        return await self._try_way(link.member, _CONNECT) is None and not link.calls
 
     async def _await_way(self, peer: str) -> None:
         """Note that a member is not here, once more is lost than the way to it.
@@ -593,8 +616,7 @@ class GrpcTransport(GrpcRun, GrpcServer):
             # The library dials it again; hundreds of such members must cost next to nothing.
             known.used = time.monotonic()
             return known.missing
-        patient = self._ask_again if method == "Message" else self._ask_once
-        work = patient(peer, method, question, deadline, take, patience, begin)
+        work = self._ask_again(peer, method, question, deadline, take, patience, begin)
         with self._lock:
             if self._closed:
                 work.close()
@@ -624,22 +646,37 @@ class GrpcTransport(GrpcRun, GrpcServer):
         patience: float | None,
         begin: Callable[[], None],
     ) -> Missing | None:
-        """Ask, and once more for as long as only the way to the member is lost.
+        """Ask, and again while only the way to the member is lost, or there is no room for a link.
 
         Who answers goes on; the relay in between may be started again.
         """
         end, silent = self.clock() + deadline, deadline if patience is None else patience
-        until = self.clock() + min(deadline, silent)
-        while True:
-            left = end - self.clock()
-            found = await self._ask_once(peer, method, question, left, take, patience, begin)
-            lost = found is not None and found.reason == "unreachable" and self._may_come_back(peer)
-            if not lost or self.clock() + _AGAIN > until:
-                return found
-            await asyncio.sleep(_AGAIN)
-            # A fresh one: the library tries a link that failed after a pause of its own.
+        until, pause, was_up = self.clock() + min(deadline, silent), _AGAIN, False
+
+        def note_link() -> None:
+            nonlocal was_up
             link = self._links.get(peer)
-            if link is not None and link.channel.get_state() is _FAILED:
+            was_up = link is not None and link.channel.get_state() is _READY
+            begin()
+
+        while True:
+            left, was_up = end - self.clock(), False
+            found = await self._ask_once(peer, method, question, left, take, patience, note_link)
+            reason = "" if found is None else found.reason
+            lost = reason == "unreachable" and method == "Message" and self._may_come_back(peer)
+            # It may have been closed for another one while the question was on its way.
+            lost |= reason == "unreachable" and was_up and bool(self._most_links)
+            if not (lost or reason == "full") or self.clock() + pause > until:
+                return found
+            await asyncio.sleep(pause)
+            link = self._links.get(peer)
+            if reason == "full":
+                # Not all in step: each that comes makes another one go.
+                pause = min(2.0, pause * random.uniform(1.0, 2.0))
+                if link is not None and not link.calls:
+                    await self._close_link(peer)
+            # A fresh one: the library tries a link that failed after a pause of its own.
+            elif link is not None and link.channel.get_state() is _FAILED:
                 await self._close_link(peer)
 
     async def _ask_once(
@@ -772,8 +809,10 @@ class GrpcTransport(GrpcRun, GrpcServer):
             raise asyncio.CancelledError from None
         try:
             # Shielded: an asker that goes does not stop what other threads are about to do.
+            question.visit.is_waiting = True
             await asyncio.shield(asked)
             what = await asyncio.shield(answer)
+            question.visit.is_waiting = False
             if isinstance(what, Missing):
                 await abort_missing(context, what)
             for attachment, chunk in what.iterate_chunks():
@@ -828,7 +867,7 @@ class GrpcTransport(GrpcRun, GrpcServer):
         self._tunnels.detach()
         for peer in list(self._links):
             await self._close_link(peer)
-        await self._server.stop(_LEAVE)
+        await self._stop_server(_LEAVE)
         await self._tunnels.close()
 
     def _shut_down(self) -> None:

@@ -531,13 +531,9 @@ class Node:
     def _look_for_views(self, rnd: Round) -> bool:
         """Meet the members in the views of a round; return whether all that are left are known."""
         assert self._neighbors is not None
-        host_of, rows = self.post.host_of, torch.arange(len(rnd.ids))
 
         def find_strangers(passed_over: set[str]) -> set[str]:
-            open_ = self.exchange.open_clients(passed_over)
-            views = replace(rnd, reachable=rnd.reachable & open_).views_of(rows)
-            names = {host_of[client] for client in views[views >= 0].tolist()}
-            return names & self.exchange.list_strangers()
+            return self._find_members(rnd, passed_over) & self.exchange.list_strangers()
 
         # One who asks is here, whatever the rings say of it.
         asked = self.transport.last_questions.copy()
@@ -553,6 +549,14 @@ class Node:
         if self._look_for_views(rnd):
             # Then no stranger is in a view: one that a client has learned of can be asked as well.
             self.exchange.admit_strangers(self._neighbors.list_absent())
+        # They read this node as it reads them, since who is in whose view is mutual.
+        self.transport.prefer_members(self._find_members(rnd, self._neighbors.list_absent()))
+
+    def _find_members(self, rnd: Round, passed_over: Collection[str]) -> set[str]:
+        """Return the members in the views of a round when some are passed over."""
+        open_ = self.exchange.open_clients(passed_over)
+        views = replace(rnd, reachable=rnd.reachable & open_).views_of(torch.arange(len(rnd.ids)))
+        return {self.post.host_of[client] for client in views[views >= 0].tolist()}
 
     def _look_for_neighbors(self, seconds: float) -> dict[str, Head]:
         """Look for the members in the views of the next round, until they are known or time is up."""

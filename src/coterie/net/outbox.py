@@ -28,7 +28,7 @@ class Missing:
     Args:
         reason: "unreachable" (no node answered), "removed" (its member was removed), "timeout",
             "not_ready" (it has not reached that round), "gone" (it is past it), "busy" (too many
-            open questions), "withheld" (its model is not finite), "absent" (the server continued
+            open questions), "full" (no room for one more link; ask again), "withheld" (its model is not finite), "absent" (the server continued
             without this client), "forbidden", "closing", or "refused:CODE" for a message that
             failed a check.
         round: the peer's round, when known.
@@ -40,7 +40,7 @@ class Missing:
     text: str = ""
 
 
-REASONS = ("not_ready", "gone", "busy", "withheld", "absent", "forbidden", "closing")
+REASONS = ("not_ready", "gone", "busy", "full", "withheld", "absent", "forbidden", "closing")
 Answer = Callable[[Parcel | Missing], None]
 
 

@@ -211,7 +211,7 @@ class Relay(GrpcServer):
 
         async def leave() -> None:
             self.switchboard.close()
-            await self._server.stop(_LEAVE)
+            await self._stop_server(_LEAVE)
 
         self._run(leave())
         self._logger.shutdown()

@@ -7,7 +7,7 @@ import builtins
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -101,7 +101,14 @@ class Transport(Protocol):
         ...
 
     def limit_links(self, most: int) -> None:
-        """Keep at most so many links to others that this node has dialed, the newest used ones."""
+        """Keep at most so many links to others that this node has dialed, the newest used ones.
+
+        Links from others are bounded by that number, too: there are a few times as many.
+        """
+        ...
+
+    def prefer_members(self, names: Collection[str]) -> None:
+        """Close the links from these members last, where others need room."""
         ...
 
     def alive_members(self) -> frozenset[str]:
@@ -275,6 +282,9 @@ class InProcess:
         """Go on: a hub has no links that could be closed."""
 
     def limit_links(self, most: int) -> None:
+        """Do nothing: a hub has no links."""
+
+    def prefer_members(self, names: Collection[str]) -> None:
         """Do nothing: a hub has no links."""
 
     def alive_members(self) -> frozenset[str]:

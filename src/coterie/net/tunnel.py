@@ -31,6 +31,7 @@ from coterie.net.grpc_server import (
     abort_missing,
     read_error,
 )
+from coterie.net.incoming import Visit
 from coterie.net.log import RateLimit
 from coterie.net.outbox import Missing
 from coterie.net.payload import escape_text
@@ -181,6 +182,15 @@ async def splice(
         await asyncio.gather(*ways, return_exceptions=True)
 
 
+async def _await_number(queue: asyncio.Queue[bytes], visit: Visit) -> bytes:
+    """Wait for the next tunnel; who has no other place can have that of the stream meanwhile."""
+    visit.is_waiting = True
+    try:
+        return await queue.get()
+    finally:
+        visit.is_waiting = False
+
+
 class Switchboard:
     """The streams that members have opened here, and the calls with which they call back.
 
@@ -221,7 +231,7 @@ class Switchboard:
             async with self._opened:
                 self._opened.notify_all()
             await context.write(b"")
-            while number := await queue.get():
+            while number := await _await_number(queue, question.visit):
                 await context.write(number)
         finally:
             del self._streams[name]

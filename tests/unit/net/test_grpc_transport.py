@@ -6,7 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,13 @@ import torch
 from tests.outbound import settle, until
 
 from coterie.errors import TransportError
-from coterie.net import grpc_run, grpc_server, grpc_transport, local
+from coterie.net import grpc_run, grpc_server, grpc_transport, incoming, local
 from coterie.net.grpc_server import Question, read_certificate
 from coterie.net.grpc_transport import GrpcTransport, check_loopback, escape_text
+from coterie.net.incoming import LEAST, OF_A_MEMBER, list_connections
 from coterie.net.outbox import Missing
 from coterie.net.payload import Refused, Template
-from coterie.net.post import Post
+from coterie.net.post import Post, Terms
 from coterie.net.roster import Member, Roster
 from coterie.net.transport import Delivery
 from coterie.net.wire import (
@@ -532,3 +533,156 @@ def test_a_node_keeps_the_links_that_it_used_last(port):
     finally:
         for one in made:
             one.close()
+
+
+@contextmanager
+def crowd(port: int, members: int, most: int) -> Iterator[list[GrpcTransport]]:
+    """Members of which each has room for few links from others."""
+    who, _ = local.make_members([[number] for number in range(members)], port=port)
+    made = [GrpcTransport(who, member.name, None) for member in who.members]
+    for one in made:
+        one.serve_head(lambda nonce: b"here")
+        one.limit_links(16)
+        one.incoming.most = most
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.close()
+
+
+def count_links(node: GrpcTransport) -> int:
+    found = list_connections(node._port)
+    assert found is not None
+    return len(found)
+
+
+def test_where_everybody_wants_everybody_all_questions_are_answered(port):
+    """Each of eight has room for two, and says what it has only when it has read all of a first exchange."""
+    posts: list[Post] = []
+    with crowd(port, 8, 2) as nodes:
+        who, keys = local.make_members([[number] for number in range(8)], port=port)
+        for node, key in zip(nodes, keys, strict=True):
+            terms = Terms(deadline=60.0, slow=20.0)
+            posts.append(Post(node, who, local.make_signer(key), terms=terms))
+        got: list[dict[int, Delivery | Missing]] = []
+
+        def take_part(post: Post) -> None:
+            own = post.roster.member(post.transport.name).clients[0]
+            row = {"params": torch.full((4,), float(own))}
+            template = Template({"params": (torch.float32, (4,))})
+            for exchange in range(2):
+                # The others wait here for a while.
+                threading.Event().wait(0.1 * own)
+                post.publish(row, Address(0, exchange, own))
+                wanted = [Address(0, exchange, other) for other in range(8) if other != own]
+                got.append(post.fetch_all(wanted, template, 60.0))
+
+        threads = [threading.Thread(target=take_part, args=(post,)) for post in posts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        missed = [one for found in got for one in found.values() if not isinstance(one, Delivery)]
+        assert missed == []
+        assert len(got) == 16
+        assert max(len(node.incoming) for node in nodes) <= 2
+        for post in posts:
+            post.close()
+
+
+def test_a_link_that_made_room_is_dialed_again_when_it_is_needed_and_not_before(port):
+    with crowd(port, 5, 2) as (a, *others):
+        a.publish(Address(0, 0, 0), Missing("withheld", 0))
+        for one in others:
+            one.limit_links(16)
+            assert one.ask_head("n0", "1", 2.0) == b"here"
+            until(lambda: "n0" in one.alive_members())  # noqa: B023
+        until(lambda: count_links(a) == 2)
+        until(lambda: sum("n0" in one._links for one in others) == 2)
+        threading.Event().wait(1.0)
+        assert count_links(a) == 2
+        assert "n0" not in others[0]._links, "it was used first"
+        assert "n0" in others[0].alive_members(), "it listens: it has not gone"
+        for _ in range(3):
+            for one in others:
+                assert one.ask_head("n0", "1", 5.0) == b"here"
+        assert len(a.incoming) <= 2
+
+
+def test_a_member_whose_link_is_lost_is_not_taken_for_one_that_made_room(plain):
+    a, b, _ = plain
+    a.limit_links(16)
+    b.publish(Address(0, 0, 0), Missing("withheld", 0))
+    a.ask_head("n1", "1", 2.0)
+    until(lambda: "n1" in a.alive_members())
+    until(lambda: a._links["n1"].channel.get_state() is grpc.ChannelConnectivity.READY)
+    # Without a word.
+    b._run(b._stop_server(0.0))
+    until(lambda: "n1" not in a.alive_members())
+
+
+def drain(call: Any) -> None:
+    with suppress(grpc.RpcError):
+        list(call)
+
+
+@pytest.mark.parametrize("method", ["Head", "Message"])
+def test_who_opens_many_links_pushes_out_nobody_else(port, method):
+    """n2 has forty links to n0, some of them with questions that wait; n1 keeps the one that it has."""
+    with crowd(port, 3, 6) as (a, b, _):
+        assert b.ask_head("n0", "1", 2.0) == b"here"
+        mine = list_connections(a._port)
+        options, who = [("grpc.use_local_subchannel_pool", 1)], (("coterie-name", "n2"),)
+        fields = {"nonce": "1"} if method == "Head" else {"kind": "model", "round": 0, "exchange": 0, "client": 0, "wait": 60.0}  # fmt: skip
+        body = canonical_json({"run": "local", **fields})
+        channels = [grpc.insecure_channel(a.roster.members[0].address, options) for _ in range(40)]
+        calls = [one.unary_stream(f"/coterie.v1/{method}")(body, metadata=who) for one in channels]
+        for call in calls:
+            # One that is answered is over when its answer was read.
+            threading.Thread(target=drain, args=(call,), daemon=True).start()
+        until(lambda: len(calls) - sum(call.done() for call in calls) <= OF_A_MEMBER)
+        until(lambda: count_links(a) <= 1 + OF_A_MEMBER)
+        now = list_connections(a._port)
+        assert mine is not None
+        assert now is not None
+        assert mine <= now
+        assert b.ask_head("n0", "1", 2.0) == b"here"
+        for channel in channels:
+            channel.close()
+
+
+def test_connections_without_a_call_are_closed(plain, monkeypatch):
+    """Strangers, or a member that says nothing: here plain connections."""
+    a, b, _ = plain
+    monkeypatch.setattr(incoming, "SILENT", 0.3)
+    monkeypatch.setattr(grpc_server, "_SWEEP", 0.1)
+    a._run(_restart_sweep_of_silence(a))
+    assert b.ask_head("n0", "1", 2.0) == b"here"
+    host, at = a.roster.members[0].host_and_port
+    strangers = [socket.create_connection((host, at)) for _ in range(20)]
+    until(lambda: count_links(a) >= 15)
+    until(lambda: count_links(a) == 1)
+    for one in strangers:
+        one.close()
+    assert b.ask_head("n0", "1", 2.0) == b"here"
+    assert len(a.incoming) == 1
+
+
+async def _restart_sweep_of_silence(node: GrpcTransport) -> None:
+    node._silence.cancel()
+    node._silence = asyncio.create_task(node._close_silent_connections())
+
+
+def test_a_node_has_room_for_links_by_the_number_of_members_or_of_those_that_it_needs(plain):
+    a, _, _ = plain
+    assert a.incoming.most == LEAST + 2 * 3
+    a.limit_links(2)
+    assert a.incoming.most == LEAST + 2 * 2
+    a.bound_links("another", 100)
+    assert a.incoming.most == LEAST + 2 * 3
+    a.prefer_members({"n1"})
+    a.prefer_links("another", {"n2"})
+    assert a.incoming.preferred == {"n1", "n2"}
+    a.drop_run(a)
+    assert a.incoming.preferred == {"n2"}
