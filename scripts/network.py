@@ -284,6 +284,26 @@ def inside(found: Results) -> str:
     )
 
 
+def few_of_many(found: Results) -> str:
+    """Return the part on a large roster of which few run."""
+    (one,) = found
+
+    def spread(name: str, unit: str = "") -> str:
+        least, _, most = one[name]
+        return f"{least:g} to {most:g}{unit}" if least < most else f"{most:g}{unit}"
+
+    return (
+        f"A roster of {one['views']:,} members ({one['roster_mb']:g} MB, read in {one['load_s']:g} s), of which {one['running']} "
+        f"run, each as a process with mutual TLS: DAC with a table and views of {one['view']}, of which {one['shuffle']} "
+        f"change in a round, {one['rounds']} rounds. They end after {spread('seconds', ' s')} each. The models of all "
+        f"{one['equal_to_replay']} are to the byte those of the simulator, which repeats the run from their journals. Each node "
+        f"knows {spread('found')} others in the end, has {spread('alone')} rounds alone and {spread('skipped')} left out, takes "
+        f"{spread('processor_s', ' s')} of processor time and {spread('resident_mb', ' MB')} of memory at most, with what it shares "
+        f"with the process that started all. It has dialed at most {spread('dialed')} connections at a time, and "
+        f"at most {spread('accepted')} of others were open; {spread('asked_in_vain')} members that do not run were asked in vain."
+    )
+
+
 def hour(found: Results) -> str:
     """Return the part on nodes that run for a given time."""
     rows = [
@@ -478,6 +498,7 @@ SECTIONS = (
     ("Waiting for many", "network/idle", waited),
     ("Meeting", "network/meet", met),
     ("Many nodes in one program", "network/inside", inside),
+    ("Few of a large roster", "network/views", few_of_many),
     ("A slow link", "network/slow", slow),
     ("Damaged messages", "network/fuzz", fuzz),
     ("Attacks by a member", "network/members", attacked),
