@@ -31,8 +31,10 @@ from coterie._util.origin import write_results
 from coterie.data.federation import Federation, Truth
 from coterie.engine.task import LocalTraining
 from coterie.errors import ConfigError
+from coterie.functional.selection import PeerKnowledge
 from coterie.methods.base import Method
 from coterie.methods.dac import Dac
+from coterie.methods.random_gossip import Random
 from coterie.models.layout import ModelSource
 from coterie.runtime.settings import Settings
 from coterie.simulation import _memory
@@ -189,10 +191,20 @@ def methods(populations: str, only: Sequence[str] = ()) -> dict[str, Any]:
     return {"rows": list(rows.values())}
 
 
+def prefer_unread(known: PeerKnowledge) -> torch.Tensor:
+    """A selection rule: who was read least often."""
+    return known.noise - known.count
+
+
 def list_methods() -> list[tuple[str, Method]]:
-    """Return all methods, and DAC with a table, by their names."""
-    found = [(kind, METHODS[kind]()) for kind in sorted(METHODS)]
-    return [*found, ("dac, table = 64", Dac(table=64))]
+    """Return all methods, and those with a table or a selection rule, by their names."""
+    rule = f"{__name__}:prefer_unread"
+    return [
+        *((kind, METHODS[kind]()) for kind in sorted(METHODS)),
+        ("dac, table = 64", Dac(table=64)),
+        ("dac, table = 64, own rule", Dac(table=64, selection=rule)),
+        ("random, own rule", Random(selection=rule)),
+    ]
 
 
 def pss() -> int:

@@ -19,6 +19,7 @@ from coterie.cluster.blocks import BlockDied, BlockSpec, ThreadBlocks, simulate_
 from coterie.cluster.exchange import BlockExchange
 from coterie.errors import ConfigError
 from coterie.exchange.attacking import AttackContext
+from coterie.functional.selection import PeerKnowledge
 from coterie.methods import METHODS
 from coterie.methods.base import list_tensors
 from coterie.rng import Rng
@@ -39,6 +40,11 @@ def farthest(seen: AttackContext) -> torch.Tensor:
     """An attack that depends on all attackers, and on all honest clients of the exchange."""
     honest = seen.honest.sum(0) if len(seen.honest) else 0.0
     return seen.models.cumsum(0) - honest + seen.ids[:, None]
+
+
+def returning(known: PeerKnowledge) -> torch.Tensor:
+    """A selection rule by all that a client knows of who was read."""
+    return known.noise + known.count + 0.1 * known.age
 
 
 def small() -> nn.Module:
@@ -118,6 +124,8 @@ class LargestStorage(TorchDispatchMode):
         ({"table": 16, "similarity": "cos_weight"}, True),
         ({"table": 16, "similarity": "cos_weight", "sketch": 8, "num_candidates": 6}, True),
         full({"table": 16, "explore": 1}, True),
+        ({"table": 16, "similarity": "cos_weight", "selection": f"{__name__}:returning"}, True),
+        ({"kind": "random", "selection": f"{__name__}:returning"}, True),
         # What the test would notice: a memory of all pairs.
         ({"similarity": "cos_weight"}, False),
     ],
@@ -126,7 +134,9 @@ def test_with_tables_nothing_holds_a_byte_for_each_pair(
     tmp_path: Path, changes: dict[str, Any], fits: bool
 ):
     """1,000 clients in two blocks: no tensor of a block or of the driver has 500 x 1,000 bytes."""
-    clients, seen, make = 1000, list[int](), cast(Any, METHODS["dac"])
+    clients, seen = 1000, list[int]()
+    make = cast(Any, METHODS[changes.get("kind", "dac")])
+    options = {name: value for name, value in changes.items() if name != "kind"}
 
     @contextmanager
     def start(given: Iterable[BlockSpec]) -> Iterator[ThreadBlocks]:
@@ -139,7 +149,7 @@ def test_with_tables_nothing_holds_a_byte_for_each_pair(
     with LargestStorage(seen):
         run = simulate_in_blocks(
             tiny_federation(clients, 4, train=4, validation=2),
-            make(num_peers=2, **changes),
+            make(num_peers=2, **options),
             model=lambda: nn.Linear(4, 3),
             settings=tiny_settings(rounds=2, engine="vmap", check=False),
             folder=tmp_path / "run",

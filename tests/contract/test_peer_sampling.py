@@ -43,6 +43,7 @@ PEER_METHODS = {
     "sketches": Dac(num_peers=3, table=5, similarity="cos_weight", sketch=16, num_candidates=4),
     "random-rule": Random(num_peers=3, selection=RULE),
     "dac-rule": Dac(num_peers=3, selection=RULE),
+    "dac-table-rule": Dac(num_peers=3, table=5, selection=RULE),
 }
 
 

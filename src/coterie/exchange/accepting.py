@@ -14,7 +14,7 @@ here to a radius that a client knows: the length of its own training step.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from typing import Annotated, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from annotated_types import Ge
@@ -24,6 +24,7 @@ from torch import Tensor
 from coterie._util.settings import Configurable, PositiveFloat
 from coterie.exchange.base import SAMPLES, Exchange, ExchangeWrapper, Inbox, Limits, Message
 from coterie.functional import metrics, selection, similarity
+from coterie.functional.member_lists import MemberLists, align_lists
 from coterie.models.part import ParameterSharing
 
 # The remembered step shrinks by at most this factor a round: one short step, of a client that
@@ -62,7 +63,7 @@ class Acceptance(Configurable):
 
 
 @dataclass(frozen=True)
-class Reputation:
+class Reputation(MemberLists):
     """What clients remember of the peers that they judged, and of their own training.
 
     A row has a column for each member with strikes or in quarantine, and none for others: its width
@@ -77,6 +78,7 @@ class Reputation:
         until: the first round in which it reads each of them again.
     """
 
+    fills: ClassVar[Mapping[str, int]] = {"members": -1, "strikes": 0, "until": 0}
     first: Float[Tensor, " clients"]
     step: Float[Tensor, " clients"]
     members: Int[Tensor, "clients slots"]
@@ -94,27 +96,9 @@ class Reputation:
     @staticmethod
     def join_rows(parts: Sequence["Reputation"]) -> "Reputation":
         """Return the memory of several groups of clients as one."""
-        width = max(part.members.shape[1] for part in parts)
-        padded = [part._pad_to(width) for part in parts]
+        padded = align_lists(parts)
         names = [item.name for item in fields(Reputation)]
         return Reputation(*(torch.cat([getattr(one, name) for one in padded]) for name in names))
-
-    def _pad_to(self, width: int) -> "Reputation":
-        """Return the same memory with empty columns behind the last."""
-        empty = (0, width - self.members.shape[1])
-        return replace(
-            self,
-            members=torch.nn.functional.pad(self.members, empty, value=-1),
-            strikes=torch.nn.functional.pad(self.strikes, empty),
-            until=torch.nn.functional.pad(self.until, empty),
-        )
-
-    def _trim(self) -> "Reputation":
-        """Return the same memory without columns that are empty in all rows."""
-        used = slice(int((self.members >= 0).sum(1).max()) if len(self.members) else 0)
-        # Copies: a view would keep the wider tensor alive.
-        found = [part[:, used].clone() for part in (self.members, self.strikes, self.until)]
-        return Reputation(self.first, self.step, *found)
 
     def take_rows(self, rows: Int[Tensor, " rows"]) -> "Reputation":
         """Return the memory of some clients."""
@@ -122,12 +106,11 @@ class Reputation:
 
     def replace_rows(self, rows: Int[Tensor, " rows"], new: "Reputation") -> "Reputation":
         """Return this memory with that of some clients replaced."""
-        width = max(self.members.shape[1], new.members.shape[1])
-        old, new = self._pad_to(width), new._pad_to(width)
+        old, new = align_lists([self, new])
         out = {}
         for item in fields(self):
             out[item.name] = getattr(old, item.name).index_copy(0, rows, getattr(new, item.name))
-        return Reputation(**out)._trim()
+        return Reputation(**out).trim()
 
     def after_training(
         self,
@@ -188,7 +171,7 @@ class Reputation:
         parts = []
         for rows in torch.arange(len(self.members)).split(_ROWS_AT_ONCE):
             parts.append(self.take_rows(rows)._judge(round, refused[rows], accepted[rows]))
-        return Reputation.join_rows(parts)._trim()
+        return Reputation.join_rows(parts).trim()
 
     def _judge(self, round: int, refused: Tensor, accepted: Tensor) -> "Reputation":
         # Who has no column is new, and has one from its first refusal on.
@@ -196,7 +179,7 @@ class Reputation:
         news = news.sort(1).values
         news[:, 1:] = news[:, 1:].masked_fill(news[:, 1:] == news[:, :-1], -1)
         members = torch.cat([self.members.long(), news], dim=1)
-        known = self._pad_to(members.shape[1])
+        known = self.pad_to(members.shape[1])
         bad = selection.find_listed(members, refused)
         # A refusal is a strike and an acceptance takes one back: one doubling of the pause, not all
         # of them.

@@ -10,7 +10,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, TypeVar, final
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, final, runtime_checkable
 
 import numpy as np
 import torch
@@ -28,6 +28,12 @@ from coterie.errors import ConfigError, require
 from coterie.exchange.accepting import Acceptance, AcceptingExchange
 from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing, SecureAggregation
 from coterie.functional import aggregation, metrics, robust, selection
+from coterie.functional.member_lists import (
+    MemberLists,
+    align_lists,
+    find_columns,
+    trim_lists,
+)  # fmt: skip
 from coterie.functional.metrics import Metric
 from coterie.functional.peer_sampling import PeerSampling
 from coterie.functional.robust import Aggregation
@@ -111,7 +117,7 @@ class State:
     Args:
         params: the personal model of each hosted client.
         memory: the method's memory: a frozen dataclass of tensors with a leading clients axis, or
-            None.
+            None. One that keeps lists of members is a `member_lists.MemberLists`.
         shared: what the server role keeps: a frozen dataclass of tensors, or None.
         moments: the state of the clients' optimizers, where it outlasts a round; `Round.train`
             starts from it and replaces it.
@@ -136,16 +142,23 @@ class State:
             # `rows` are indices on the CPU; the state may be on a device.
             return old.index_copy(0, rows.to(old.device), update)
 
-        memory = zip_tensors(self.memory, new.memory, place_rows)
+        memory, update = align_lists([self.memory, new.memory])
+        memory = trim_lists(zip_tensors(memory, update, place_rows))
         moments = zip_tensors(self.moments, new.moments, place_rows)
         return State(place_rows(self.params, new.params), memory, new.shared, moments)
 
-    def assign_rows(self, rows: Int[Tensor, " rows"], new: "State") -> None:
-        """Write the state of some clients into this one, whose tensors belong to the caller."""
+    def assign_rows(self, rows: Int[Tensor, " rows"], new: "State") -> "State":
+        """Write the state of some clients into this one, whose tensors belong to the caller.
+
+        Returns:
+            It with the same tensors, but for lists of members that have become longer.
+        """
         self.params[rows] = new.params
-        for own, other in ((self.memory, new.memory), (self.moments, new.moments)):
+        memory, update = align_lists([self.memory, new.memory])
+        for own, other in ((memory, update), (self.moments, new.moments)):
             for mine, value in zip(list_tensors(own), list_tensors(other), strict=True):
                 mine[rows] = value
+        return replace(self, memory=memory)
 
 
 def map_tensors(value: Any, function: Any) -> Any:
@@ -173,7 +186,9 @@ def concatenate_tensors(parts: Sequence[Any]) -> Any:
     """Return the dataclasses of several groups of clients as one; None where they have none."""
     if parts[0] is None:
         return None
-    return _replace_tensors(parts[0], map(torch.cat, zip(*map(list_tensors, parts), strict=True)))
+    parts = align_lists(parts)
+    joined = map(torch.cat, zip(*map(list_tensors, parts), strict=True))
+    return trim_lists(_replace_tensors(parts[0], joined))
 
 
 def _replace_tensors(value: Any, tensors: Iterable[Tensor]) -> Any:
@@ -405,6 +420,18 @@ class Method(Configurable, ABC):
         None where tables grow with the population. The forecast of a run's memory needs it.
         """
         return None
+
+    def count_list_bytes(self, rounds: int, others: int) -> int:
+        """Return the most bytes of a client's lists of members after some rounds.
+
+        Lists grow in a run, so that the first state does not show them. The forecast of a run's
+        memory needs it.
+
+        Args:
+            rounds: in which the client takes part.
+            others: how many other clients there are.
+        """
+        return 0
 
     @property
     def reads_everybody(self) -> str:
@@ -951,42 +978,86 @@ def _describe_value(found: Any) -> str:
 
 
 @dataclass(frozen=True)
-class ReadHistory:
-    """What a selection rule may know of the peers that a client has read.
+class RememberedPeers:
+    """What one client remembers of the members of the population, for a selection rule.
 
     Args:
-        count: how often it has read each member of the population.
+        count: how often it has read each.
         last: the round in which it last did; -1 for never.
+        similarity: to each; 0 where unknown.
+        status: 2 where it has measured the similarity, 1 where a peer has reported it, else 0.
     """
 
-    count: Int[Tensor, "clients population"]
-    last: Int[Tensor, "clients population"]
+    count: Int[Tensor, " population"]
+    last: Int[Tensor, " population"]
+    similarity: Float[Tensor, " population"]
+    status: Int[Tensor, " population"]
+
+
+@runtime_checkable
+class PeerMemory(Protocol):
+    """A memory of which a selection rule may see a client's part."""
+
+    def recall(self, row: int, population: int) -> RememberedPeers:
+        """Return what the client of a row remembers, in tensors that nothing else refers to."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class ReadHistory(MemberLists):
+    """What a selection rule may know of the peers that a client has read: 12 bytes for each.
+
+    Args:
+        members: the members that it has read, in the order in which it first did; -1 behind the
+            last.
+        count: how often it has read each of them.
+        last: the round in which it last did; -1 in an empty column.
+    """
+
+    fills: ClassVar[Mapping[str, int]] = {"members": -1, "count": 0, "last": -1}
+    members: Int[Tensor, "clients slots"]
+    count: Int[Tensor, "clients slots"]
+    last: Int[Tensor, "clients slots"]
 
     @staticmethod
-    def new_history(clients: int, population: int) -> "ReadHistory":
+    def new_history(clients: int) -> "ReadHistory":
         """Return the memory of clients that have read nobody."""
-        # int32: two matrices of clients x population stay in memory for the whole run.
-        count = pages.empty(clients, population, dtype=torch.int32).zero_()
-        return ReadHistory(count, pages.copy(count).sub_(1))
+        return ReadHistory(*(torch.zeros(clients, 0, dtype=torch.int32) for _ in range(3)))
+
+    @staticmethod
+    def count_bytes(members: int) -> int:
+        """Return the bytes of a list of so many members."""
+        return 3 * torch.int32.itemsize * members
 
     def record_reads(self, inbox: Inbox, round: int) -> "ReadHistory":
         """Return the memory after a round."""
         # Only messages that arrived count: a peer that was asked and stayed silent was not read.
+        columns = find_columns(self.members, inbox.peers, inbox.mask)
+        needed = 1 + int(columns.max()) if columns.numel() else 0
+        wide = self.pad_to(needed)
+        members, count, last = map(pages.copy, (wide.members, wide.count, wide.last))
         rows, slots = inbox.mask.nonzero(as_tuple=True)
-        at = (rows, inbox.peers[rows, slots])
-        count, last = self.count.clone(), self.last.clone()
+        at = rows, columns[rows, slots]
+        members[at] = inbox.peers[rows, slots].to(members.dtype)
+        # Peers of a row are distinct, so that no index occurs twice and each read counts.
         count[at] += 1
         last[at] = round
-        return ReadHistory(count, last)
+        return ReadHistory(members, count, last)
+
+    def recall(self, row: int, population: int) -> RememberedPeers:
+        """See `PeerMemory.recall`."""
+        listed = self.members[row] >= 0
+        at = self.members[row][listed].long()
+        count = torch.zeros(population, dtype=torch.int64)
+        last = torch.full((population,), -1, dtype=torch.int64)
+        count[at], last[at] = self.count[row][listed].long(), self.last[row][listed].long()
+        similarity = torch.zeros(population, dtype=torch.float64)
+        return RememberedPeers(count, last, similarity, torch.zeros(population, dtype=torch.int8))
 
 
 def choose_peers_by_rule(
-    path: str | Callable[..., Any],
-    rnd: Round,
-    count: int,
-    met: ReadHistory,
-    similarity: Float[Tensor, "clients population"] | None = None,
-    status: Int[Tensor, "clients population"] | None = None,
+    path: str | Callable[..., Any], rnd: Round, count: int, memory: PeerMemory
 ) -> Int[Tensor, "clients peers"]:
     """Choose the peers of each client by a custom rule.
 
@@ -994,38 +1065,30 @@ def choose_peers_by_rule(
         path: its import path.
         rnd: the round.
         count: how many each client reads at most.
-        met: the peers they have read.
-        similarity: what they know of similarities.
-        status: 2 where they have measured it, 1 where a peer has reported it, else 0.
+        memory: what the clients remember.
     """
     what = f"selection {path!r}"
     rule, population = import_function(str(path), what), rnd.task.population
-    chosen = []
-    nothing = torch.zeros(population, dtype=torch.float64)
-    # A rule sees one client at a time, so that it cannot use what another client knows.
+    peers = torch.full((len(rnd.ids), _count_slots(count, population)), -1)
+    # A rule sees one client at a time, so that it cannot use what another client knows, and so that
+    # nothing has a number for each pair of clients.
     for row, client in enumerate(rnd.ids.tolist()):
-        source, alike = nothing, nothing
-        if status is not None:
-            source = status[row]
-        if similarity is not None:
-            alike = similarity[row]
-        last = met.last[row].to(torch.int64)
-        found = ((last >= 0) | (source > 0))[None]
+        mine = memory.recall(row, population)
+        found = ((mine.last >= 0) | (mine.status > 0))[None]
         known = selection.PeerKnowledge(
             client=client,
             round=rnd.index,
             candidates=rnd.candidates_of(torch.tensor([row]), found)[0],
-            # Copies: a rule that writes into its arguments must not change the method's memory.
-            similarity=alike.clone(),
-            measured=source == 2,
-            reported=source == 1,
-            count=met.count[row].to(torch.int64),
-            age=torch.where(last < 0, -1, rnd.index - last),
+            similarity=mine.similarity,
+            measured=mine.status == 2,
+            reported=mine.status == 1,
+            count=mine.count,
+            age=torch.where(mine.last < 0, -1, rnd.index - mine.last),
             # The same noise as the built-in draws use: keyed by round, client and member.
             noise=rnd.rng.gumbel("peers", rnd.ids[row : row + 1], population)[0],
         )
-        chosen.append(selection.select_by_rule(rule, known, count, what)[None])
-    return torch.cat(chosen or [_no_peers(count, population)])
+        peers[row] = selection.select_by_rule(rule, known, count, what)
+    return peers
 
 
 def merge_by_rule(

@@ -21,7 +21,7 @@ from coterie.methods.base import (
     ROWS_AT_ONCE,
     Info,
     PeerMethod,
-    ReadHistory,
+    RememberedPeers,
     Round,
     State,
     choose_peers_by_rule,
@@ -45,6 +45,7 @@ from coterie.methods.peer_table import (
     MEASURED,
     ROWS_OF_TABLES,
     UNKNOWN,
+    DatedTable,
     PeerTable,
     TableColumns,
     table_width,
@@ -387,6 +388,16 @@ class DatedSimilarities(PeerSimilarities):
         last[rows, inbox.peers[rows, slots]] = round
         return replace(self, last=last)
 
+    def recall(self, row: int, population: int) -> RememberedPeers:
+        """See `base.PeerMemory.recall`."""
+        # Copies: a rule that writes into its arguments must not change the memory.
+        return RememberedPeers(
+            self.count[row].long(),
+            self.last[row].long(),
+            self.similarity[row].clone(),
+            self.status[row].clone(),
+        )
+
 
 @dataclass(frozen=True)
 class Dac(PeerMethod):
@@ -415,12 +426,13 @@ class Dac(PeerMethod):
         b: steepness of the schedule.
         eps: $\varepsilon$ of the inverse similarities.
         selection: import path of a rule of yours that says which peers a client reads, a function
-            of `functional.selection.PeerKnowledge`; the draw by similarity when not given.
+            of `functional.selection.PeerKnowledge`; the draw by similarity when not given. With a
+            table it knows what the table holds: members outside count as never read.
         table: members that a client remembers at most, for large populations; all when not given.
             The others count as unknown. Half of the table is for the most similar members that the
             client measured itself, the rest for estimates, those of the most similar peer first.
         explore: how many of the peers read each round are drawn uniformly from the members outside
-            of the table; needs a table.
+            of the table; needs a table, and no rule of yours.
         sketch: numbers of a sketch, by which models are compared instead of reading them; for
             "cos_weight", "cos_grad", "cos_product" and "inv_l2". The models themselves are compared
             when not given.
@@ -467,9 +479,11 @@ class Dac(PeerMethod):
         )
         expected = f"at most num_peers ({self.num_peers})"
         require(self.explore <= self.num_peers, "explore", self.explore, expected)
+        if self.table is None or self.selection is not None:
+            # A memory of all pairs has no member outside, and a rule chooses all peers.
+            expected = "0 without a table" if self.table is None else "0 with a selection rule"
+            require(self.explore == 0, "explore", self.explore, expected)
         if self.table is None:
-            # A memory of all pairs has no member outside.
-            require(self.explore == 0, "explore", self.explore, "0 without a table")
             return
         # A client has to remember what it reads in a round until the round's end.
         expected = f"num_peers ({self.num_peers}) or more"
@@ -481,8 +495,6 @@ class Dac(PeerMethod):
         pulls = self.loss_direction == "pull"
         expected = "'pull' with a table: a push asks all members and answers them"
         require(pulls, "loss_direction", self.loss_direction, expected)
-        expected = "none with a table: a rule chooses among all members"
-        require(self.selection is None, "selection", self.selection, expected)
 
     @property
     def memory_bound(self) -> int | None:
@@ -533,7 +545,8 @@ class Dac(PeerMethod):
             rows = task.sharing.compared.select_from(first if apart else first[:1])
             origin = sketches.count_sketch(rows, self.sketch).expand(len(first), -1).clone()
         if self.table is not None:
-            return PeerTable.all_unknown(task.ids, self.table, task.population, origin)
+            table = PeerTable.all_unknown(task.ids, self.table, task.population, origin)
+            return table if self.selection is None else DatedTable.without_reads(table)
         memory = PeerSimilarities.all_unknown(task.population, origin)
         if self.selection is None:
             # Only a selection rule asks when a peer was read last.
@@ -626,16 +639,13 @@ class Dac(PeerMethod):
 
     def draw_peers(self, rnd: Round, memory: PeerSimilarities | PeerTable) -> tuple[Tensor, Tensor]:
         """Draw peers; return them and their probabilities, a few rows at a time for the cache."""
-        if isinstance(memory, PeerTable):
-            return self._draw_from_tables(rnd, memory)
         if self.selection is not None:
-            assert isinstance(memory, DatedSimilarities)
-            met = ReadHistory(memory.count, memory.last)
-            peers = choose_peers_by_rule(
-                self.selection, rnd, self.num_peers, met, memory.similarity, memory.status
-            )
+            assert isinstance(memory, DatedSimilarities | DatedTable)
+            peers = choose_peers_by_rule(self.selection, rnd, self.num_peers, memory)
             # A rule has no probabilities; the report says NaN.
             return peers, torch.ones_like(peers, dtype=torch.float64)
+        if isinstance(memory, PeerTable):
+            return self._draw_from_tables(rnd, memory)
         drawn, population = [], rnd.task.population
         for first in range(0, max(1, len(rnd.ids)), ROWS_AT_ONCE):
             rows = slice(first, first + ROWS_AT_ONCE)
@@ -781,7 +791,7 @@ class Dac(PeerMethod):
         before: PeerSimilarities | PeerTable = state.memory
         # A copy: later steps may change it in place.
         memory = before.with_measurements(inbox.peers, measured.similarity, inbox.mask)
-        if isinstance(memory, DatedSimilarities):
+        if isinstance(memory, DatedSimilarities | DatedTable):
             memory = memory.record_reads(inbox, rnd.index)
         if not self.two_hop:
             return memory, cost

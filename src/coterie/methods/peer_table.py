@@ -3,9 +3,9 @@
 Its size is clients x table, where a memory of all pairs has clients x population. See decision 036.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar, final
 
 import numpy as np
 import torch
@@ -15,11 +15,14 @@ from torch import Tensor
 from coterie._util import pages
 from coterie.exchange.base import Inbox
 from coterie.functional import selection
-from coterie.methods.base import Round
+from coterie.methods.base import RememberedPeers, Round
 
 UNKNOWN, ESTIMATED, MEASURED, OWN = 0, 1, 2, 3
 ROWS_OF_TABLES = 512
 """Clients per pass: each sorts its table together with those of its peers."""
+
+
+T = TypeVar("T", bound="PeerTable")
 
 
 def table_width(table: int, population: int) -> int:
@@ -27,7 +30,6 @@ def table_width(table: int, population: int) -> int:
     return min(table, population - 1) + 1
 
 
-@final
 @dataclass(frozen=True)
 class PeerTable:
     r"""Each hosted client's similarities to a few members of the population.
@@ -35,6 +37,9 @@ class PeerTable:
     A row has ids in ascending order, each once, and -1 behind the last. The client itself is always
     in it, so that a table of the whole population has the columns of a memory of all pairs. A
     member in no column is unknown.
+
+    Class attributes:
+        fills: the value in an empty column, by the name of each tensor with columns.
 
     Args:
         ids: members of the population; -1 for an empty column.
@@ -44,6 +49,7 @@ class PeerTable:
         origin: $w^0$ of each client where messages carry it; else without columns.
     """
 
+    fills: ClassVar[Mapping[str, int]] = {"ids": -1, "similarity": 0, "status": 0, "count": 0}
     ids: Int[Tensor, "clients slots"]
     similarity: Float[Tensor, "clients slots"]
     status: Int[Tensor, "clients slots"]
@@ -76,24 +82,18 @@ class PeerTable:
         count = pages.empty(*shape, dtype=torch.int32).zero_()
         return PeerTable(ids, similarity, status, count, origin)
 
-    def select_rows(self, rows: slice) -> "PeerTable":
+    def select_rows(self: T, rows: slice) -> T:
         """Return the tables of some clients, not copied."""
-        return PeerTable(
-            self.ids[rows],
-            self.similarity[rows],
-            self.status[rows],
-            self.count[rows],
-            self.origin[rows],
-        )
+        return replace(self, **{name: part[rows] for name, part in vars(self).items()})
 
     def with_measurements(
-        self,
+        self: T,
         peers: Int[Tensor, "clients peers"],
         similarity: Float[Tensor, "clients peers"],
         mask: Bool[Tensor, "clients peers"],
         *,
         reads: bool = True,
-    ) -> "PeerTable":
+    ) -> T:
         """Return a copy with measured similarities, which all stay in it in this round.
 
         Args:
@@ -102,23 +102,23 @@ class PeerTable:
             mask: which peers answered.
             reads: whether models were read, which `count` counts.
         """
-        ids, values, status, count = map(
-            _empty_like, (self.ids, self.similarity, self.status, self.count)
-        )
-        new = PeerTable(ids, values, status, count, self.origin)
+        new = replace(self, **{name: _empty_like(getattr(self, name)) for name in self.fills})
         for rows in _split_rows(len(peers)):
             mine, read = self.select_rows(rows), mask[rows]
             asked = torch.where(read, peers[rows], -1)
             # Peers of a row are distinct, and so are the ids of a table.
             same = (asked[:, :, None] == mine.ids[:, None, :]) & read[:, :, None]
-            before = (same * mine.count[:, None, :]).sum(2)
-            measured = _Entries(
-                asked,
-                torch.zeros_like(asked),
-                torch.where(read, similarity[rows].double(), 0),
-                torch.full_like(asked, MEASURED),
-                before + int(reads),
-            )
+            columns = {
+                "ids": asked,
+                "similarity": torch.where(read, similarity[rows].double(), 0),
+                "status": torch.full_like(asked, MEASURED),
+            }
+            # What was known before is kept.
+            for name in self.fills.keys() - columns.keys():
+                before, fill = getattr(mine, name), self.fills[name]
+                columns[name] = (same * (before - fill)[:, None, :]).sum(2) + fill
+            columns["count"] += int(reads)
+            measured = _Entries(torch.zeros_like(asked), columns)
             merged = _Entries.of_table(mine, torch.ones_like(mine.ids)).join(measured)
             merged.write_into(new.select_rows(rows), stays=merged.rank == 0)
         return new
@@ -148,7 +148,7 @@ class PeerTable:
             "members": self.ids.masked_fill(~shared, -1),
         }
 
-    def with_estimates(self, relays: Inbox, population: int, pick: str) -> "PeerTable":
+    def with_estimates(self: T, relays: Inbox, population: int, pick: str) -> T:
         """Estimate unmeasured similarities from the ones that peers share, in place.
 
         Args:
@@ -170,14 +170,14 @@ class PeerTable:
             place = selection.place_peers(preference, peers)
             width, shape = members.shape[1], (len(peers), -1)
             ids = torch.where(answered[:, :, None], members[index], -1).reshape(shape)
-            shared = _Entries(
-                ids,
-                # The preferred peer has rank 1.
-                (place + 1).repeat_interleave(width, 1),
-                similarity[index].double().reshape(shape),
-                torch.full_like(ids, ESTIMATED),
-                torch.zeros_like(ids),
-            )
+            columns = {name: torch.full_like(ids, fill) for name, fill in self.fills.items()}
+            columns |= {
+                "ids": ids,
+                "similarity": similarity[index].double().reshape(shape),
+                "status": torch.full_like(ids, ESTIMATED),
+            }
+            # The preferred peer has rank 1.
+            shared = _Entries((place + 1).repeat_interleave(width, 1), columns)
             # What the client measured precedes all estimates, an older estimate follows them.
             last = peers.shape[1] + 1
             own = _Entries.of_table(mine, torch.where(mine.status >= MEASURED, 0, last))
@@ -286,6 +286,49 @@ class PeerTable:
 
 @final
 @dataclass(frozen=True)
+class DatedTable(PeerTable):
+    """Tables with the round of each read, for a custom selection rule.
+
+    Args:
+        last: the round in which i last read j since j is in its table; -1 for never.
+    """
+
+    fills: ClassVar[Mapping[str, int]] = {**PeerTable.fills, "last": -1}
+    last: Int[Tensor, "clients slots"]
+
+    @staticmethod
+    def without_reads(table: PeerTable) -> "DatedTable":
+        """Return tables of clients that have read nobody."""
+        return DatedTable(**vars(table), last=torch.full_like(table.count, -1))
+
+    def record_reads(self, inbox: Inbox, round: int) -> "DatedTable":
+        """Return the memory after a round's reading; all that were read are in the tables."""
+        last = pages.copy(self.last)
+        for rows in _split_rows(len(last)):
+            read = torch.where(inbox.mask[rows], inbox.peers[rows], -1)
+            last[rows].masked_fill_(selection.find_listed(self.ids[rows], read), round)
+        return replace(self, last=last)
+
+    def recall(self, row: int, population: int) -> RememberedPeers:
+        """See `base.PeerMemory.recall`: members outside of the table are unknown."""
+        listed = self.ids[row] >= 0
+        at, found = self.ids[row][listed].long(), {}
+        for name, dtype in (
+            ("count", torch.int64),
+            ("last", torch.int64),
+            ("similarity", torch.float64),
+            ("status", torch.int8),
+        ):
+            whole = torch.full((population,), self.fills[name], dtype=dtype)
+            whole[at] = getattr(self, name)[row][listed].to(dtype)
+            found[name] = whole
+        # The client itself is no peer.
+        found["status"].masked_fill_(found["status"] == OWN, UNKNOWN)
+        return RememberedPeers(**found)
+
+
+@final
+@dataclass(frozen=True)
 class TableColumns:
     """The columns among which clients draw: their tables, and one for all members outside.
 
@@ -314,26 +357,24 @@ class _Entries:
     """What may stay in the tables of some clients, in any order; an id may occur several times.
 
     Args:
-        ids: -1 for none.
         rank: of entries with the same id the one of the lowest rank counts.
-        similarity: see `PeerTable`.
-        status: see `PeerTable`.
-        count: see `PeerTable`.
+        columns: what a table holds of each, by the names of `PeerTable.fills`; an id of -1 is that
+            of no entry.
     """
 
-    ids: Int[Tensor, "clients entries"]
     rank: Int[Tensor, "clients entries"]
-    similarity: Float[Tensor, "clients entries"]
-    status: Int[Tensor, "clients entries"]
-    count: Int[Tensor, "clients entries"]
+    columns: Mapping[str, Tensor]
 
     @staticmethod
     def of_table(table: PeerTable, rank: Int[Tensor, "clients slots"]) -> "_Entries":
-        return _Entries(table.ids, rank, table.similarity, table.status, table.count)
+        return _Entries(rank, {name: getattr(table, name) for name in table.fills})
 
     def join(self, other: "_Entries") -> "_Entries":
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return _Entries(*(torch.cat([a.to(b.dtype), b], dim=1) for a, b in pairs))
+        def append(mine: Tensor, more: Tensor) -> Tensor:
+            return torch.cat([mine.to(more.dtype), more], dim=1)
+
+        columns = {name: append(part, other.columns[name]) for name, part in self.columns.items()}
+        return _Entries(append(self.rank, other.rank), columns)
 
     def write_into(
         self, table: PeerTable, stays: Bool[Tensor, "clients entries"] | None = None
@@ -345,12 +386,13 @@ class _Entries:
         the highest first, then to those of the next; to older estimates; and to the rest of what
         was measured. Ties go to the lowest id.
         """
-        width, size = table.ids.shape[1], self.ids.shape[1]
+        ids = self.columns["ids"]
+        width, size = table.ids.shape[1], ids.shape[1]
         last = torch.iinfo(torch.int64).max
-        key = self.ids.long() * (int(self.rank.max()) + 1) + self.rank
-        order = torch.where(self.ids < 0, last, key).argsort(1)
-        ids, similarity = self.ids.gather(1, order), self.similarity.gather(1, order)
-        status = self.status.gather(1, order)
+        key = ids.long() * (int(self.rank.max()) + 1) + self.rank
+        order = torch.where(ids < 0, last, key).argsort(1)
+        ids, similarity = ids.gather(1, order), self.columns["similarity"].gather(1, order)
+        status = self.columns["status"].gather(1, order)
         valid = ids >= 0
         valid[:, 1:] &= ids[:, 1:] != ids[:, :-1]
         certain = valid & (status == OWN)
@@ -371,8 +413,9 @@ class _Entries:
         # In the order of ids again, empty columns last.
         at = torch.where(valid.gather(1, chosen), chosen, size).sort(1).values
         empty, at = at == size, order.gather(1, at.clamp(max=size - 1))
-        for name, fill in (("ids", -1), ("similarity", 0), ("status", 0), ("count", 0)):
-            getattr(table, name).copy_(getattr(self, name).gather(1, at).masked_fill_(empty, fill))
+        for name, fill in table.fills.items():
+            part = self.columns[name].gather(1, at).masked_fill_(empty, fill)
+            getattr(table, name).copy_(part)
 
 
 def _empty_like(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from coterie._util.settings import NonNegativeInt, PositiveInt
 from coterie.engine.task import Task
 from coterie.errors import require
 from coterie.functional import selection
+from coterie.functional.member_lists import find_columns
 from coterie.functional.robust import Aggregation
 from coterie.methods.base import (
     LARGEST_WITH_PAIRS,
@@ -58,21 +59,14 @@ class PensMemory:
             keep: which of them are kept.
         """
         ids, count = self.ids.clone(), self.count.clone()
-        used = (ids >= 0).sum(1)
-        rows = torch.arange(len(ids))
-        # Few slots: a pass for each is cheaper than an array of clients x peers x slots.
-        for peer, kept in zip(peers.T, keep.T, strict=True):
-            same = ids == peer[:, None]
-            known = same.any(1)
-            # A member that was not kept before takes the first empty column.
-            column = torch.where(known, same.to(torch.int8).argmax(1), used)
-            # Stage one fills a row at most. A client in whose place a round is only computed, as
-            # when another joins after the run, may have a full one.
-            kept = kept & (column < ids.shape[1])
-            at = rows[kept], column[kept]
-            ids[at] = peer[kept].to(ids.dtype)
-            count[at] += 1
-            used += kept & ~known
+        columns = find_columns(ids, peers, keep)
+        # Stage one fills a row at most. A client in whose place a round is only computed, as when
+        # another joins after the run, may have a full one.
+        rows, slots = ((columns >= 0) & (columns < ids.shape[1])).nonzero(as_tuple=True)
+        at = rows, columns[rows, slots]
+        ids[at] = peers[rows, slots].to(ids.dtype)
+        # Peers of a row are distinct, so that no index occurs twice.
+        count[at] += 1
         return PensMemory(ids, count)
 
 

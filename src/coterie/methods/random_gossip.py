@@ -42,7 +42,13 @@ class Gossip(PeerMethod):
         """Remember who was read, for a rule."""
         if self.selection is None:
             return None
-        return ReadHistory.new_history(len(task), task.population)
+        return ReadHistory.new_history(len(task))
+
+    def count_list_bytes(self, rounds: int, others: int) -> int:
+        """See `Method.count_list_bytes`: a rule may read another member each time."""
+        if self.selection is None:
+            return 0
+        return ReadHistory.count_bytes(min(others, rounds * self.num_peers))
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw, pull, average."""

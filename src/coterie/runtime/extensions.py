@@ -142,10 +142,6 @@ class AcceptanceExtension(Extension):
         self.state = new
         return info
 
-    def join_states(self, states: Sequence[Any]) -> Any:
-        """Return the clients' memories as one, with as many columns as the widest."""
-        return Reputation.join_rows(states)
-
 
 class PrivacyExtension(Extension):
     """Records each client's epsilon, and warns of a method that reveals more than its training.

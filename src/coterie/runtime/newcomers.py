@@ -28,6 +28,7 @@ from coterie.exchange.base import Exchange, Reply
 from coterie.exchange.in_memory import InMemory
 from coterie.exchange.narrowed import narrow_exchange
 from coterie.functional import metrics
+from coterie.functional.member_lists import align_lists
 from coterie.methods.base import (
     Method,
     Order,
@@ -504,4 +505,6 @@ def _enlarge_memory(fresh: Any, old: Any, kind: str) -> Any:
 
     if old is None:
         return None
+    # A list of members has no columns at first.
+    fresh, old = align_lists([fresh, old])
     return zip_tensors(fresh, old, enlarge_table)

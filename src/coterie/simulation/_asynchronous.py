@@ -297,7 +297,7 @@ class AsynchronousLoop(Loop):
         report |= take_reports(self.train_reports, clients)
         trained = self.flight.select_rows(rows)
         if self._reads_first:
-            self.state.assign_rows(rows, trained)
+            self.state = self.state.assign_rows(rows, trained)
         self._judge(clients, trained.params)
         # With `exchange_first`, a client that stops publishes its best model instead of this one.
         publishing, state = clients, trained
@@ -395,9 +395,9 @@ class AsynchronousLoop(Loop):
         for group, (new, info) in self._act(
             "read", rows, [r.round for r in readings], read_messages
         ):
-            self.flight.assign_rows(group, new)
+            self.flight = self.flight.assign_rows(group, new)
             if not self._reads_first:
-                self.state.assign_rows(group, new)
+                self.state = self.state.assign_rows(group, new)
             self.read_reports |= note_reports(group, info)
 
     def _train_pending(self, until: int) -> bool:
@@ -414,7 +414,7 @@ class AsynchronousLoop(Loop):
         rounds = self.number[rows.numpy()].tolist()
         for group, (new, info, values) in self._act("train", rows, rounds, self._train):
             self._require_moments(self.flight, new)
-            self.flight.assign_rows(group, new)
+            self.flight = self.flight.assign_rows(group, new)
             self.trained[group.numpy()] = True
             self.train_reports |= note_reports(group, info)
             if values:
@@ -578,7 +578,9 @@ class AsynchronousLoop(Loop):
         self.state, self.flight = copy_state(self.state), copy_state(self.state)
         for part, owned in list_parts(self.flight).items():
             for place, mine in enumerate(owned):
-                mine.copy_(tensors[f"flight.{part}.{place}"])
+                stored = tensors[f"flight.{part}.{place}"]
+                # Lists of members may be longer than in the state.
+                mine.resize_(stored.shape).copy_(stored)
         for name in _ARRAYS:
             setattr(self, name, tensors[name].numpy().copy())
         for name in _REPORTS:

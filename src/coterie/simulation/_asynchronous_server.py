@@ -167,7 +167,7 @@ class AsynchronousServerLoop(AsynchronousLoop):
     def _receive(self, arrived: Sequence[int], time: int) -> None:
         """Take in the updates of some clients, in the order of their numbers."""
         rows = torch.tensor(arrived, dtype=torch.int64)
-        self.state.assign_rows(rows, self.flight.select_rows(rows))
+        self.state = self.state.assign_rows(rows, self.flight.select_rows(rows))
         report = take_reports(self.train_reports, arrived)
         ages = []
         for client in arrived:

@@ -271,7 +271,7 @@ class DeadlineLoop(Loop):
             return info
         if self.flight is None:
             self.flight = copy_state(self.state)
-        self.flight.assign_rows(held, self.state.select_rows(held))
+        self.flight = self.flight.assign_rows(held, self.state.select_rows(held))
         before = replace(self._before.select_rows(held), shared=self.state.shared)
         self.state = self.state.replace_rows(held, before)
         self.busy[held] = torch.from_numpy(self.timing.done)[late]

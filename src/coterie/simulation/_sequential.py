@@ -231,7 +231,7 @@ def run_sequential_round(
         if schedule == "sequential" and not early:
             own, trained = train_locally(method, part, own)
             info = {**info, **trained}
-        state.assign_rows(rows, own)
+        state = state.assign_rows(rows, own)
         # After the whole wave: its clients do not depend on each other.
         live.update(rows, make_published_messages(method, part.task, own))
         infos.append(info)

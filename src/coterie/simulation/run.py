@@ -600,7 +600,7 @@ def check_driver_memory(
         kept=1 + settings.keeps_best_models(method.server) + moments,
         data=federation.nbytes,
         remembered=_memory.estimate_method_memory(method, task)[0]
-        + _strikes(task, method, settings),
+        + _growing_lists(task, method, settings),
         rounds=settings.rounds,
         reads=_expected_reads(method, task),
     )
@@ -612,7 +612,7 @@ def _forecast_run(
 ) -> _memory.Forecast:
     remembered, published = _memory.estimate_method_memory(method, task)
     judges = settings.acceptance_rules_for(method) is not None
-    remembered += _strikes(task, method, settings)
+    remembered += _growing_lists(task, method, settings)
     elsewhere = task.population - len(task)
     reads = _expected_reads(method, task)
     free = settings.schedule == "asynchronous"
@@ -659,15 +659,24 @@ def _forecast_run(
     )
 
 
-def _strikes(task: Task, method: Method, settings: Settings) -> int:
-    """Return the most bytes that clients remember of peers whose models they refused.
+def _growing_lists(task: Task, method: Method, settings: Settings) -> int:
+    """Return the most bytes of the lists that grow in a run: a method's, and of peers refused.
 
-    Every client refused every model that it read, each time another peer's.
+    Every client that judges refuses every model that it reads, each time another peer's.
     """
-    if settings.acceptance_rules_for(method) is None:
-        return 0
-    most = min(task.population - 1, math.ceil(_expected_reads(method, task) * settings.rounds))
-    return accepting.BYTES_OF_STRIKES * len(task) * most
+    share = settings.participation
+    if share > 1:  # a count of clients
+        share /= task.population
+    # Lists are as wide as that of the client that took part most often: of a million clients, one
+    # is in five standard deviations more than the mean.
+    mean = share * settings.rounds
+    spread = math.sqrt(mean * max(0.0, 1 - share))
+    rounds, others = min(settings.rounds, math.ceil(mean + 5 * spread)), task.population - 1
+    size = method.count_list_bytes(rounds, others)
+    if settings.acceptance_rules_for(method) is not None:
+        refused = min(others, math.ceil(_expected_reads(method, task) * rounds))
+        size += accepting.BYTES_OF_STRIKES * refused
+    return len(task) * size
 
 
 def _expected_reads(method: Method, task: Task) -> float:

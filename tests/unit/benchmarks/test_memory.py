@@ -12,7 +12,7 @@ from coterie.methods import METHODS
 from coterie.runtime.settings import Settings
 
 STORED = Path(__file__).parents[3] / "docs/reference/runs/performance/memory-methods.json"
-MEASURED = {"dac": 3000, "fedgwc": 3000, "random": 10_000}
+MEASURED = {"dac": 3000, "fedgwc": 3000, "random": 10_000, "random, own rule": 3000}
 
 
 @pytest.mark.full

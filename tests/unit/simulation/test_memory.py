@@ -213,6 +213,10 @@ def _estimate_for(method, clients):
         (METHODS["pens"](stage_one_rounds=0), 0),
         (METHODS["fix-topology"](), 8 * 5),
         (METHODS["dac"](table=64), (4 + 8 + 1 + 4) * 65),
+        # And the round of each read.
+        (METHODS["dac"](table=64, selection="a:b"), (4 + 8 + 1 + 4 + 4) * 65),
+        # Nobody is read at first.
+        (METHODS["random"](selection="a:b"), 0),
         # A bit for each member; PANM has five neighbors of eight bytes too.
         (METHODS["oracle"](), 12_500),
         (METHODS["panm-loss"](), 12_500 + 8 * 5),
