@@ -21,9 +21,12 @@ from coterie.exchange.base import Inbox, Message
 from coterie.exchange.in_memory import InMemory
 from coterie.methods.base import Info, Round
 from coterie.net.node import ARRIVALS, RunSpec
+from coterie.net.replay import Reach, read_reach
 from coterie.rng import Rng
 from coterie.runtime.loop import Loop
 from coterie.runtime.record import Record
+
+_NOTHING: tuple[Reach, set[int]] = Reach(frozenset(), is_open=False), set()
 
 
 @dataclass
@@ -32,12 +35,12 @@ class Arrivals:
 
     Args:
         completed: (round, client) pairs of completed rounds.
-        asked: (round, exchange, client) -> (clients that could not be reached, clients whose
-            message arrived).
+        asked: (round, exchange, client) -> (which clients could be asked, clients whose message
+            arrived).
     """
 
     completed: set[tuple[int, int]] = field(default_factory=set)
-    asked: dict[tuple[int, int, int], tuple[set[int], set[int]]] = field(default_factory=dict)
+    asked: dict[tuple[int, int, int], tuple[Reach, set[int]]] = field(default_factory=dict)
 
     def active(self, round: int) -> set[int]:
         """Return the clients that completed a round, and clients that failed after others read them."""
@@ -73,8 +76,8 @@ def _take(out: Arrivals, event: Mapping[str, Any], clients: tuple[int, ...]) -> 
     round = int(event["round"])
     if event["event"] == "pull":
         for client in event["readers"]:
-            unreachable, arrived = set(event["unreachable"]), set(event["arrived"])
-            out.asked[round, int(event["exchange"]), client] = unreachable, arrived
+            arrived = set(event["arrived"])
+            out.asked[round, int(event["exchange"]), client] = read_reach(event), arrived
     elif event["event"] == "round":
         out.completed |= {(round, client) for client in clients}
     elif (
@@ -102,9 +105,8 @@ class Replayed(InMemory):
         number, self._pull = self._pull, self._pull + 1
         arrived = torch.zeros_like(peers, dtype=torch.bool)
         for row, client in enumerate(self.active.tolist()):
-            came = self.arrivals.asked.get((self._round, number, client), (set(), set()))[1] | set(
-                self.hosted(client)
-            )
+            _, read = self.arrivals.asked.get((self._round, number, client), _NOTHING)
+            came = read | set(self.hosted(client))
             arrived[row] = torch.tensor([p in came for p in peers[row].tolist()], dtype=torch.bool)
         inbox = super().pull(message, peers)
         mask = inbox.mask & arrived
@@ -130,8 +132,8 @@ class ReplayLoop(Loop):
         assert isinstance(self.exchange, Replayed)
         out = everybody.expand(len(ids), -1).clone()
         for row, client in enumerate(ids.tolist()):
-            away = self.exchange.arrivals.asked.get((index, 0, client), (set(), set()))[0]
-            out[row, list(away)] = False
+            reach, _ = self.exchange.arrivals.asked.get((index, 0, client), _NOTHING)
+            out[row] &= reach.mark_open(out.shape[1])
         return out
 
     def _run_round(self, index: int) -> None:

@@ -25,7 +25,7 @@ from coterie.net.outbox import Missing
 from coterie.net.payload import tensor_names
 from coterie.net.roster import Roster
 from coterie.net.transport import Delivery
-from coterie.net.wire import SIGNATURE, Address, Parcel
+from coterie.net.wire import SIGNATURE, Address, Parcel, canonical_json
 
 FILE = "audit.log"
 # As long as any hash of a line, so that the field has one form in all lines.
@@ -35,6 +35,9 @@ NOTHING = "0" * 64
 MAX_BYTES = 64 * 1024 * 1024
 """A larger file is renamed to audit-NNNNNN.log after a round; the next one continues the chain."""
 FORMAT = 1
+MAX_LISTED = 1000
+"""Members of a roster that is written down whole. Of a larger one the log has the digest of all keys,
+and a line for each member that the node meets."""
 # It precedes what is signed, so that a signature of another kind of text never counts here.
 _DOMAIN = b"coterie audit 1\n"
 # A signature is 64 bytes, so 128 hexadecimal digits, in the last field of a line.
@@ -50,6 +53,11 @@ _ELSEWHERE = ("pull", "redraw", "serve", "waiting", "disk_full")
 def hash_line(line: bytes) -> str:
     """Return the hash of a line, which the next line names."""
     return hashlib.sha256(line).hexdigest()
+
+
+def hash_keys(keys: Mapping[str, str]) -> str:
+    """Return the digest of all members' public keys by name, which stands for a large roster."""
+    return hashlib.sha256(canonical_json(dict(keys))).hexdigest()
 
 
 def append_signature(line: bytes, sign: Callable[[bytes], bytes]) -> bytes:
@@ -110,6 +118,8 @@ class Audit:
         self._times: dict[tuple[Any, ...], tuple[dict[str, Any], int]] = {}
         self._about = {"format": FORMAT, "run": run, "node": node, "key": key}
         self._roster: dict[str, Any] | None = None
+        self._unlisted: Roster | None = None  # a roster of which only some members are written down
+        self._named: set[str] = set()  # those, since the last line with a roster
         self._round = -1
         folder.mkdir(parents=True, exist_ok=True)
         self._n, self._prev = 0, NOTHING
@@ -164,6 +174,8 @@ class Audit:
         self._append_line(event, **self._about, **details)
         if self._roster is not None:
             self._append_line("roster", **self._roster)
+            self._named.clear()
+            self._name_member(self.node)
 
     def _rotate_file(self) -> Path:
         """Put the current file aside, and return where."""
@@ -281,19 +293,44 @@ class Audit:
 
     def record_roster(self, roster: Roster, **details: Any) -> None:
         """Write which roster counts from now on: members, keys, clients."""
-        members = {}
-        for m in roster.members:
-            members[m.name] = {"key": m.key, "subject": m.subject, "clients": list(m.clients)}
-        self._roster = {
-            "version": roster.version,
-            "issued": roster.issued,
-            "server": roster.server,
-            "members": members,
-        }
-        self.write_event("roster", **self._roster, **details)
+        with self._lock:
+            self._roster = {
+                "version": roster.version,
+                "issued": roster.issued,
+                "server": roster.server,
+            }
+            self._named.clear()
+            if len(roster.members) <= MAX_LISTED:
+                self._unlisted = None
+                members = {}
+                for m in roster.members:
+                    members[m.name] = {
+                        "key": m.key,
+                        "subject": m.subject,
+                        "clients": list(m.clients),
+                    }
+                self._roster["members"] = members
+            else:
+                self._unlisted = roster
+                keys = {m.name: m.key for m in roster.members}
+                self._roster |= {"count": len(keys), "digest": hash_keys(keys)}
+            self.write_event("roster", **self._roster, **details)
+            self._name_member(self.node)
+
+    def _name_member(self, name: str) -> None:
+        """Write a member's entry of a large roster, before the first line that is judged by it."""
+        with self._lock:
+            roster = self._unlisted
+            if roster is None or name in self._named or not roster.has_member(name):
+                return
+            self._named.add(name)
+            m = roster.member(name)
+            about = {"key": m.key, "subject": m.subject, "clients": list(m.clients)}
+            self.write_event("member", peer=name, **about)
 
     def record_join(self, peer: str, roster: Roster, **details: Any) -> None:
         """Write that a member was met: its key's fingerprint, and what its signed head says."""
+        self._name_member(peer)
         self.write_event("joined", peer=peer, key=roster.member(peer).subject, **details)
 
     def record_answer(self, asker: str, address: Address, what: Parcel | Missing) -> bool:
@@ -316,6 +353,7 @@ class Audit:
     def record_delivery(self, peer: str, address: Address, found: Delivery | Missing) -> None:
         """Write a member's answer to this node: its signed manifest, or why there is no message."""
         if isinstance(found, Delivery):
+            self._name_member(peer)
             signature, manifest = found.sealed[:SIGNATURE].hex(), found.sealed[SIGNATURE:].decode()
             about = {"manifest": manifest, "signature": signature, "tensors": sorted(found.tensors)}
             self.write_event("received", **{"from": peer}, **about)

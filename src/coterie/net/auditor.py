@@ -37,7 +37,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(
         ("prev", "event", "node", "run", "key", "peer", "from", "to", "reason", "code", "kind"), str
     ),
-    **dict.fromkeys(("sha256", "manifest", "signature", "of", "text"), str),
+    **dict.fromkeys(("sha256", "manifest", "signature", "of", "text", "digest"), str),
     "time": (int, float),
     "members": dict,
 }
@@ -161,7 +161,10 @@ class Report:
         lives: by incarnation, the oldest first.
         doubles: messages that came twice for one address, with different digests: the member, the
             address and both.
-        keys: the members' public keys by version of the roster.
+        keys: the members' public keys by version of the roster; of a large roster those of the
+            members that the node has met.
+        digests: of all members' keys, by version of the roster.
+        unlisted: versions of which only some members' keys are known.
         problems: why the log cannot be trusted, the first one first; empty if it can.
         unsettled: what can be neither trusted nor called wrong.
     """
@@ -189,6 +192,8 @@ class Report:
     lives: dict[int, Life] = field(default_factory=dict)
     doubles: list[tuple[str, _Key, Receipt, Receipt]] = field(default_factory=list)
     keys: dict[int, dict[str, str]] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
+    unlisted: set[int] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
     unsettled: list[str] = field(default_factory=list)
 
@@ -243,7 +248,7 @@ def compare_logs(a: Report, b: Report) -> tuple[list[str], list[str]]:
     """
     if a.run != b.run or a.node == b.node:
         return [], []
-    differ = [v for v in a.keys.keys() & b.keys.keys() if a.keys[v] != b.keys[v]]
+    differ = [v for v in a.keys.keys() & b.keys.keys() if not _name_same_keys(a, b, v)]
     if differ:
         # One of them is forged, and what it says of others proves nothing.
         return [
@@ -405,17 +410,27 @@ def find_overlapping_starts(reports: Sequence[Report]) -> dict[str, str]:
 
 def _agree_on_key(reports: Sequence[Report], run: str, member: str, key: str) -> bool:
     """Whether no log has another key of a member, in a version that another has with this one."""
-    named = [r.keys for r in reports if r.run == run]
-    versions = set()
-    for keys in named:
-        for version, of in keys.items():
-            if of.get(member) == key:
-                versions.add(version)
-    others = set()
-    for keys in named:
-        for version in versions & keys.keys():
-            others.add(keys[version].get(member))
-    return others <= {key}
+    logs = [report for report in reports if report.run == run]
+    for one in logs:
+        for version, keys in one.keys.items():
+            if keys.get(member) != key:
+                continue
+            others = [other for other in logs if version in other.keys]
+            named = [other for other in others if other.keys[version].get(member) == key]
+            # Of a large roster a log has not all keys: then their digest says whether they agree.
+            if any(not _name_same_keys(one, o, version) for o in others if o not in named):
+                return False
+            # And what one log alone says of a key may be its own invention.
+            if version in one.unlisted and len({log.node for log in named}) < 2:
+                return False
+    return True
+
+
+def _name_same_keys(a: Report, b: Report, version: int) -> bool:
+    """Whether two logs have the same members with the same keys in a version of the roster."""
+    one, other = a.keys[version], b.keys[version]
+    common = one.keys() & other.keys()
+    return a.digests[version] == b.digests[version] and all(one[n] == other[n] for n in common)
 
 
 def _read_signed(at: Receipt) -> tuple[str, str]:
@@ -602,21 +617,42 @@ class _LogReader:
             )
         if version not in report.rosters:
             report.rosters.append(version)
-        for name, member in found["members"].items():
-            _check_types({"node": name, **member})
-        keys = {name: member["key"] for name, member in found["members"].items()}
         given = self._given.get(version)
-        if given is not None:
-            if keys != {m.name: m.key for m in given.members}:
+        theirs = None if given is None else {m.name: m.key for m in given.members}
+        if "members" in found:
+            for name, member in found["members"].items():
+                _check_types({"node": name, **member})
+            keys = {name: member["key"] for name, member in found["members"].items()}
+            digest = audit.hash_keys(keys)
+        else:
+            # Of a large roster a line for each member follows that the node meets.
+            keys, digest = theirs, found["digest"]
+            if keys is None:
+                same = report.digests.get(version) == digest
+                keys = report.keys[version] if same else {}
+                report.unlisted.add(version)
+        if theirs is not None:
+            if digest != audit.hash_keys(theirs):
                 raise _InvalidLine(
                     f"its members or their keys are not those of version {version} of the "
                     "organizer's roster"
                 )
             report.confirmed.add(version)
-        if report.node in keys and keys[report.node] not in self._own:
-            raise _InvalidLine(f"the roster has another key for {report.node} than the log")
+        self._check_own_key(keys)
+        report.digests[version] = digest
         # Replaced, not added: what comes under a roster is judged by the keys of that one.
-        self._keys = report.keys[version] = keys
+        self._keys = report.keys[version] = dict(keys)
+
+    def _check_own_key(self, keys: Mapping[str, str]) -> None:
+        node = self.report.node
+        if node in keys and keys[node] not in self._own:
+            raise _InvalidLine(f"the roster has another key for {node} than the log")
+
+    def _on_member(self, found: Mapping[str, Any]) -> None:
+        name, key = found["peer"], found["key"]
+        if self._keys.setdefault(name, key) != key:
+            raise _InvalidLine(f"the roster has another key for {name} than this line")
+        self._check_own_key({name: key})
 
     def _on_joined(self, found: Mapping[str, Any]) -> None:
         self.report.members[found["peer"]] = found["key"]

@@ -523,7 +523,7 @@ class FreeExchange(RemoteExchange):
         self.post.journal({
             "event": READ, "round": self._rng.round, "readers": own.tolist(), "read": read,
             "missing": prefix_keys("", lost), **self._members_of(lost),
-            "unreachable": sorted(self._down), "seconds": seconds,
+            **self._describe_reach(self._down), "seconds": seconds,
         })  # fmt: skip
         rows = [(client, delivery.tensors) for client, delivery in came.items()]
         inbox = make_inbox(join_messages(board, rows), own, peers, self.roster.population)

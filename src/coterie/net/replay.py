@@ -44,18 +44,56 @@ _Place = tuple[int, int]  # the client and the round of a message
 
 
 @dataclass(frozen=True)
+class Reach:
+    """Which clients could be asked: those of a list, or all but those of a list.
+
+    Args:
+        listed: the clients of the list.
+        is_open: whether they could be asked.
+    """
+
+    listed: frozenset[int]
+    is_open: bool
+
+    def mark_open(self, population: int) -> Bool[Tensor, " population"]:
+        """Return the clients that could be asked.
+
+        Raises:
+            DataError: when the list has others than those of the population.
+        """
+        if self.listed and not (min(self.listed) >= 0 and max(self.listed) < population):
+            raise DataError(f"a journal lists clients that are not among {population}")
+        out = torch.full((population,), not self.is_open)
+        out[list(self.listed)] = self.is_open
+        return out
+
+
+def read_reach(event: Mapping[str, Any]) -> Reach:
+    """Return which clients could be asked, by an event of a journal; it has the shorter list.
+
+    Raises:
+        KeyError: when it has none, or both.
+    """
+    if ("reachable" in event) == ("unreachable" in event):
+        raise KeyError("unreachable")
+    is_open = "reachable" in event
+    listed = event["reachable" if is_open else "unreachable"]
+    return Reach(frozenset(int(client) for client in listed), is_open)
+
+
+@dataclass(frozen=True)
 class RoundRead:
     """What a node read in one of its rounds.
 
     Args:
         found: by client.
         digests: of the payloads, by client.
-        unreachable: clients that could not be chosen.
+        reach: which clients could be chosen.
     """
 
     found: Mapping[int, Read]
     digests: Mapping[int, str]
-    unreachable: tuple[int, ...]
+    reach: Reach
 
 
 @dataclass
@@ -125,8 +163,7 @@ def _take_event(out: Journal, event: Mapping[str, Any]) -> None:
             client = int(one["client"])
             found[client] = Read(int(one["round"]), int(one["age"]), float(one["age_seconds"]))
             digests[client] = str(one["sha256"])
-        unreachable = tuple(int(client) for client in event["unreachable"])
-        out.reads[int(event["round"])] = RoundRead(found, digests, unreachable)
+        out.reads[int(event["round"])] = RoundRead(found, digests, read_reach(event))
     elif kind == "round":
         elapsed, idle = event.get("elapsed", torch.nan), event.get("idle", torch.nan)
         out.times[int(event["round"])] = float(elapsed), float(idle)
@@ -266,11 +303,10 @@ class ReplayExchange:
 
     def reachable_clients(self) -> Bool[Tensor, " population"]:
         """Return the clients that could be chosen in this round."""
-        out = torch.ones(self.population, dtype=torch.bool)
         read = self.journal.reads.get(self._rng.round)
-        if read is not None:
-            out[list(read.unreachable)] = False
-        return out
+        if read is None:
+            return torch.ones(self.population, dtype=torch.bool)
+        return read.reach.mark_open(self.population)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish, and read what the node read.

@@ -249,6 +249,102 @@ def test_a_member_with_a_new_key_is_believed_from_its_roster_on(tmp_path):
     assert "not signed by n1's key" in auditor.check_log(tmp_path / "bad").problems[0]
 
 
+@pytest.fixture
+def large(monkeypatch) -> None:
+    """Rosters of two members count as large."""
+    monkeypatch.setattr(audit, "MAX_LISTED", 1)
+
+
+def read_lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / audit.FILE).read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("max_bytes", [1 << 20, 100])
+@pytest.mark.parametrize("given", [[], [ROSTER]])
+def test_of_a_large_roster_a_log_has_the_digest_and_the_members_that_it_met(
+    tmp_path, max_bytes, given
+):
+    folders = written(tmp_path, max_bytes=max_bytes)
+    lines = [
+        json.loads(line)
+        for path in audit.list_files(folders[0])
+        for line in path.read_text().splitlines()
+    ]
+    assert {line["event"] for line in lines} >= {"roster", "member", "received"}
+    assert not any("members" in line for line in lines)
+    text = json.dumps(
+        {m.name: m.key for m in ROSTER.members}, separators=(",", ":"), sort_keys=True
+    )
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert {line["digest"] for line in lines if line["event"] == "roster"} == {digest}
+    found = [auditor.check_log(folder, given) for folder in folders]
+    assert [report.problems for report in found] == [[], []]
+    assert found[0].keys == {1: {m.name: m.key for m in ROSTER.members}}
+    assert found[0].confirmed == ({1} if given else set())
+    assert auditor.compare_logs(*found) == ([], [])
+
+
+@pytest.mark.usefixtures("large")
+def test_a_key_that_is_not_that_of_a_large_roster_is_found(tmp_path):
+    """In the line of the member, or in the digest of all."""
+    folders = written(tmp_path)
+    other = encode_public_key(ec.generate_private_key(ec.SECP256R1()).public_key())
+
+    def give_another_key(lines: list[dict]) -> None:
+        for line in lines:
+            if line["event"] == "member" and line["peer"] == "n1":
+                line["key"] = other
+
+    honest = (folders[0] / audit.FILE).read_bytes()
+    rewritten(folders[0], give_another_key)
+    assert any("not signed by n1's key" in p for p in auditor.check_log(folders[0]).problems)
+    told = auditor.check_log(folders[0], [ROSTER]).problems
+    assert any("another key for n1 than this line" in problem for problem in told)
+    own = auditor.check_log(folders[0]), auditor.check_log(folders[1])
+    assert "have other members or keys in version 1" in auditor.compare_logs(*own)[0][0]
+
+    (folders[0] / audit.FILE).write_bytes(honest)
+
+    def give_another_digest(lines: list[dict]) -> None:
+        for line in lines:
+            if line["event"] == "roster":
+                line["digest"] = "0" * 64
+
+    rewritten(folders[0], give_another_digest)
+    told = auditor.check_log(folders[0], [ROSTER]).problems
+    assert any("not those of version 1 of the organizer's roster" in problem for problem in told)
+    own = auditor.check_log(folders[0]), auditor.check_log(folders[1])
+    assert "have other members or keys in version 1" in auditor.compare_logs(*own)[0][0]
+
+
+@pytest.mark.usefixtures("large")
+def test_a_member_that_is_asked_without_having_been_met_is_named_before_its_message(tmp_path):
+    with opened(tmp_path, 0) as log:
+        log.record_start(ROSTER, inc=1)
+        log.record_delivery("n1", Address(0, 0, 1), delivered(parcel(1, 0), 1, 0))
+    named = [(line["event"], line.get("peer")) for line in read_lines(tmp_path)]
+    assert named[1:5] == [("start", None), ("roster", None), ("member", "n0"), ("member", "n1")]
+    assert auditor.check_log(tmp_path).problems == []
+
+
+def test_a_roster_of_ten_thousand_takes_a_short_line(tmp_path):
+    first = ROSTER.members[0]
+    some = [
+        replace(
+            first, name=f"m{i}", address=f"127.9.{i // 250}.{i % 250 + 1}:1", clients=(i,), key=""
+        )
+        for i in range(2, 10_000)
+    ]
+    who = replace(ROSTER, members=(*ROSTER.members, *some), population=10_000)
+    with opened(tmp_path, 0) as log:
+        log.record_start(who, inc=1)
+    lines = (tmp_path / audit.FILE).read_text().splitlines()
+    (roster,) = [line for line in map(json.loads, lines) if line["event"] == "roster"]
+    assert roster["count"] == 10_000
+    assert max(map(len, lines)) < 600
+
+
 def test_what_was_refused_is_summed_up_by_member_and_reason(tmp_path):
     with opened(tmp_path, 0) as log:
         log.record_start(ROSTER, inc=1)

@@ -213,6 +213,30 @@ GUILTY = (
 )  # fmt: skip
 
 
+@pytest.fixture
+def large(monkeypatch) -> None:
+    """A roster of four counts as large: logs have the keys of the members that they met alone."""
+    monkeypatch.setattr(audit, "MAX_LISTED", 3)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("plant", GUILTY, ids=lambda f: f.__name__)
+def test_of_a_large_roster_they_are_proved_as_well(logs, plant):
+    plant(logs)
+    given = (ROSTER, REMOVED if plant is before_it_was_removed else REKEYED)
+    (proof,) = auditor.find_equivocations(logs.reports(*given), given)
+    assert proof.member == "n0"
+    verify_by_hand(proof.make_document())
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(("plant", "proofs"), [(two_readers, 1), (one_reader_twice, 0)])
+def test_without_a_large_roster_two_logs_have_to_name_the_key(logs, plant, proofs):
+    """What one log alone says of a key may be its own invention."""
+    plant(logs)
+    assert len(auditor.find_equivocations(logs.reports())) == proofs
+
+
 @pytest.mark.parametrize("plant", GUILTY, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("given", [(), (ROSTER, REKEYED)], ids=["without rosters", "with rosters"])
 def test_two_messages_for_one_address_are_proved_with_both_signatures(logs, plant, given):
@@ -332,7 +356,10 @@ LIARS = (
 
 
 @pytest.mark.parametrize("plant", INNOCENT, ids=lambda f: f.__name__)
-def test_no_innocent_member_is_accused(logs, plant):
+@pytest.mark.parametrize("listed", [1000, 3])
+def test_no_innocent_member_is_accused(logs, plant, listed, monkeypatch):
+    """Also where the logs have only some of the roster's keys."""
+    monkeypatch.setattr(audit, "MAX_LISTED", listed)
     plant(logs)
     reports = logs.reports()
     known = {report.node: report for report in reports}

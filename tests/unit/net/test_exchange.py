@@ -131,6 +131,19 @@ def test_a_peer_that_does_not_come_to_the_round_in_time_is_masked(network):
     assert events[-1]["seconds"] < 2
 
 
+def test_a_node_that_has_met_few_of_many_writes_those_down(network):
+    """Of ten members it has met two: a journal lists them, and not the eight that it has not."""
+    _, (a, *_), events = network(10)
+    a.set_away(f"n{number}" for number in range(3, 10))
+    begin(a)
+    publish(a)
+    assert events[-1]["reachable"] == [0, 1, 2]
+    assert "unreachable" not in events[-1]
+    a.admit(["n3", "n4"])
+    publish(a)
+    assert events[-1]["unreachable"] == [5, 6, 7, 8, 9], "of as many as are left the usual list"
+
+
 def test_missing_peers_are_drawn_again_and_asked_once(network):
     """The exchange asks for another draw without client 2; drawn again all the same, it is masked and not asked."""
     _, (a, b, c, d), events = network(4, redraws=3)

@@ -16,7 +16,7 @@ from coterie.errors import ConfigError, DataError
 from coterie.net import local
 from coterie.net.log import Log
 from coterie.net.node import ARRIVALS, Node, Patience
-from coterie.net.replay import ReplayMember, compare_with_stored, read_journal, replay
+from coterie.net.replay import ReplayMember, compare_with_stored, read_journal, read_reach, replay
 from coterie.net.transport import Hub, InProcess
 from coterie.runtime import checkpoint
 
@@ -206,6 +206,45 @@ def test_a_journal_that_was_cut_or_changed_is_refused(finished):
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(DataError, match="the journal of n0 does not say what it read in round 2"):
         replay(finished.plan, finished.roster, members_of(finished))
+
+
+def test_who_could_be_asked_is_read_from_either_list(finished):
+    """Journals have the shorter one; older ones have those that could not be asked, however many."""
+    for number in range(6):
+        path = finished.folder / f"n{number}" / ARRIVALS
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for event in lines:
+            for name, other in (("unreachable", "reachable"), ("reachable", "unreachable")):
+                if name in event:
+                    event[other] = sorted(set(range(6)) - set(event.pop(name)))
+                    break
+        assert sum("reachable" in event for event in lines) >= 4
+        path.write_text("".join(json.dumps(event) + "\n" for event in lines))
+    assert differences(finished) == {f"n{i}": [] for i in range(6)}
+
+
+@pytest.mark.parametrize(
+    ("event", "expected"),
+    [
+        ({"unreachable": [1, 3]}, [True, False, True, False]),
+        ({"reachable": [1, 3]}, [False, True, False, True]),
+        ({"unreachable": []}, [True] * 4),
+        ({"reachable": []}, [False] * 4),
+    ],
+)
+def test_either_list_marks_who_could_be_asked(event, expected):
+    assert read_reach(event).mark_open(4).tolist() == expected
+
+
+def test_lists_that_say_nothing_or_name_nobody_are_refused(tmp_path):
+    for event in ({}, {"reachable": [], "unreachable": []}):
+        path = tmp_path / ARRIVALS
+        path.write_text(json.dumps({"event": "read", "round": 0, "read": [], **event}) + "\n\n")
+        with pytest.raises(DataError, match="line 1 is no event of a journal"):
+            read_journal(path)
+    for listed in ([4], [-1]):
+        with pytest.raises(DataError, match="clients that are not among 4"):
+            read_reach({"reachable": listed}).mark_open(4)
 
 
 def test_rounds_after_the_checkpoint_of_a_start_did_not_happen(tmp_path):
