@@ -18,6 +18,7 @@ from coterie.engine._work import RawSamples, TrainingWork
 from coterie.engine.native.trace import NotTraceableError
 from coterie.engine.optim import LocalTraining
 from coterie.errors import OutOfMemory, first_line
+from coterie.models.draws import KEY
 from coterie.models.layout import Layout
 
 if TYPE_CHECKING:
@@ -122,12 +123,12 @@ class TritonEngine(Engine):
         taken = None if work.steps_taken is None else work.steps_taken.to(rows.device)
         losses = rows.new_full(work.batch_sizes.shape, torch.nan)
         rates = work.rates_on(rows.device)
-        for step, members, (x, y, _) in work.iterate_steps():
+        for step, members, (x, y, given) in work.iterate_steps():
             rate = index_optional(rates, (members, step, None))
             count = step + 1 if taken is None else (taken[members] + step + 1)[:, None].double()
             losses[members, step] = self.program.step(
                 rows, moments, members, x, y, local, local.lr if rate is None else rate, count,
-                work.anchor, work.prox,
+                work.anchor, work.prox, given.get(KEY),
             )  # fmt: skip
         return losses
 

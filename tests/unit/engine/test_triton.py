@@ -58,6 +58,19 @@ def normalized() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9), nn.ReLU(), nn.Linear(9, 3))
 
 
+class Sorted(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sort(1).values
+
+
+def convolutional() -> nn.Module:
+    """Draws in the first and in the last layer: each has draws of its own."""
+    return nn.Sequential(
+        nn.Dropout(0.25), nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 5, 2, padding=1), nn.ReLU(),
+        nn.MaxPool2d(2, 1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(5 * 2 * 2, 3),
+    )  # fmt: skip
+
+
 def task(engine="triton", model=net, counts=(12, 11, 7, 5, 3, 2), **options):
     """A task of clients with unequal numbers of training samples, three of them with noisy inputs."""
     federation = tiny_federation()
@@ -100,6 +113,16 @@ def test_a_round_of_training_is_that_of_the_loop_engine(tasks, name, monkeypatch
     assert mine[1].keys() == theirs[1].keys()
     for key, value in mine[1].items():
         torch.testing.assert_close(value, theirs[1][key], rtol=0, atol=2e-5, equal_nan=True)
+
+
+def test_convolutions_and_dropout_of_unequal_batches_are_the_loop_engines():
+    """Each client and step draws other entries, which are those that the loop engine draws."""
+    found, local = {}, LOCALS["adam"]
+    for engine in ("triton", "loop"):
+        own = task(engine, convolutional)
+        start = own.initial_models(Rng(0)).clone()
+        found[engine] = own.train(start, Rng(0).at_round(1), local)[0]
+    torch.testing.assert_close(found["triton"], found["loop"], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -168,7 +191,7 @@ def test_what_it_cannot_train_is_said_in_a_line(monkeypatch):
         with pytest.raises(ModelError, match=f"^engine = 'triton' cannot train the module: {why}"):
             make_engine("triton", *given(module))
 
-    refused("it draws random numbers", nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5)))
+    refused("the operation sort is not known in '1'", nn.Sequential(nn.Linear(4, 3), Sorted()))
     with monkeypatch.context() as patch:
         patch.setattr(programs, "can_run_on", lambda _: False)
         refused(f"its kernels run on a CUDA device, not on {DEVICE}; take engine = 'auto'$")
@@ -237,8 +260,8 @@ def test_auto_takes_the_kernel_where_a_trial_says_that_it_is_faster(times):
 
 
 def test_auto_says_why_a_module_has_no_kernel_and_does_not_try_for_little_work(times, recwarn):
-    engine = make_engine("auto", *given(nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5))), WORK)
-    assert "the module has no kernel: it draws random numbers" in engine.reason
+    engine = make_engine("auto", *given(nn.Sequential(nn.Linear(4, 3), Sorted())), WORK)
+    assert "the module has no kernel: the operation sort is not known" in engine.reason
     engine = make_engine("auto", *given(), replace(WORK, train_samples=100.0))
     assert "too little work to compile a kernel" in engine.reason
     assert make_engine("vmap", *given(), WORK).name == "vmap"

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from coterie._util.mappings import map_values
-from coterie.engine.native.trace import NotTraceableError, Operation, Ratio, Ref, Size, Trace
+from coterie.engine.native.trace import Dim, NotTraceableError, Operation, Ratio, Ref, Size, Trace
 from coterie.models.layout import Layout, Slot
 
 Number = int | float | bool | Size | Ratio
+Name = Callable[[str], str]  # gives a text a name
 
 _MANY = 12  # operations of an expression above which it is computed once and stored
 _ENTRIES = 1024  # of a tile of an elementwise loop or a sum
@@ -45,7 +46,9 @@ _BINARY = {
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGIC = {
     "logical_and": "&", "logical_or": "|", "bitwise_and": "&", "bitwise_or": "|",
+    "bitwise_xor": "^", "__rshift__": ">>", "__lshift__": "<<",
 }  # fmt: skip
+_OF_TRUTHS = {"logical_and", "logical_or"}
 
 
 @dataclass(frozen=True)
@@ -73,20 +76,37 @@ class KernelValue:
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product that is not computed yet.
+    """A product of matrices, or of several pairs of them, that is not computed yet.
 
     Args:
-        left: its left matrix.
-        right: its right matrix.
+        left: its left matrix, with an axis of pairs in front where there are several.
+        right: its right matrix, likewise.
+        shape: of the result, whose entries lie in the order of pairs, rows and columns.
     """
 
     left: KernelValue
     right: KernelValue
+    shape: tuple[Size, ...]
+
+    @staticmethod
+    def of(left: KernelValue, right: KernelValue) -> "Product":
+        """Return the product of two matrices, or of pairs of them."""
+        return Product(left, right, (*left.shape[:-1], right.shape[-1]))
 
     @property
-    def shape(self) -> tuple[Size, ...]:
-        """Rows and columns."""
-        return self.left.shape[0], self.right.shape[1]
+    def pairs(self) -> Size:
+        """How many pairs of matrices there are."""
+        return self.left.shape[0] if len(self.left.shape) == 3 else 1
+
+    @property
+    def rows(self) -> Size:
+        """Rows of a product."""
+        return self.left.shape[-2]
+
+    @property
+    def columns(self) -> Size:
+        """Columns of a product."""
+        return self.right.shape[-1]
 
     @property
     def of_row(self) -> bool:
@@ -120,17 +140,23 @@ def _offset(indices: Sequence[str], strides: Sequence[Size]) -> str:
     return f"({' + '.join(terms)})" if terms else "0"
 
 
-def _split_index(index: str, shape: Sequence[Size]) -> list[str]:
-    """Return the index of each axis of an entry by its number."""
-    found, first = [], True
-    for size, stride in zip(shape, dense_strides(shape), strict=True):
-        if size == 1 or index == "0":
+def split_index(name: Name, index: str, shape: Sequence[Size]) -> list[str]:
+    """Return the index of each axis of an entry by its number.
+
+    Args:
+        name: gives a text a name.
+        index: the number.
+        shape: of the axes.
+    """
+    found, rest = [], index
+    for place, (size, stride) in enumerate(zip(shape, dense_strides(shape), strict=True)):
+        if size == 1:
             found.append("0")
-            continue
-        text = index if stride == 1 else f"({index} // {stride})"
-        # The first axis needs no remainder.
-        found.append(text if first else f"({text} % {size})")
-        first = False
+        elif all(one == 1 for one in shape[place + 1 :]):
+            found.append(rest)
+        else:
+            found.append(name(f"{rest} // {stride}"))
+            rest = name(f"{rest} - {found[-1]} * {stride}")
     return found
 
 
@@ -157,24 +183,10 @@ def _words(text: str) -> list[str]:
     return [name for name in names if name != "n"]
 
 
-def _reshaped(value: KernelValue, shape: Sequence[Size]) -> KernelValue:
-    shape = tuple(shape)
-    if value.dense is not None:
-        return in_memory(value.dense, shape, dense_strides(shape), value.dtype)
-    if shape == value.shape:
-        return value
-    old = value.shape
-
-    def at(indices: Sequence[str], mask: str) -> str:
-        number = _offset(indices, dense_strides(shape))
-        return value.at(_split_index(number, old), mask)
-
-    return _view(value, shape, at)
-
-
-def _view(
+def view_as(
     value: KernelValue, shape: Sequence[Size], at: Callable[[Sequence[str], str], str]
 ) -> KernelValue:
+    """Return entries of a value under another shape, where `at` finds them."""
     return KernelValue(tuple(shape), value.dtype, at, value.cost, None, value.of_row, value.literal)
 
 
@@ -185,7 +197,7 @@ def _permuted(value: KernelValue, axes: Sequence[int]) -> KernelValue:
             back[axis] = index
         return value.at(back, mask)
 
-    return _view(value, [value.shape[axis] for axis in axes], at)
+    return view_as(value, [value.shape[axis] for axis in axes], at)
 
 
 def _expanded(value: KernelValue, shape: Sequence[Size]) -> KernelValue:
@@ -200,7 +212,7 @@ def _expanded(value: KernelValue, shape: Sequence[Size]) -> KernelValue:
         kept = zip(indices[skipped:], own, strict=True)
         return value.at(["0" if size == 1 else index for index, size in kept], mask)
 
-    return _view(value, shape, at)
+    return view_as(value, shape, at)
 
 
 def _common_shape(values: Sequence[KernelValue]) -> tuple[Size, ...]:
@@ -237,7 +249,8 @@ class KernelLowering:
         self.scratch: Size = 0
         self.constants: list[torch.Tensor] = []
         self._held = 0  # numbers in them
-        self._loops = 0
+        self._loops = self._names = 0
+        self._named: dict[str, str] = {}  # texts by what they are, in the loop that is written
         self._values: dict[Ref, Any] = {}
         self._uses = trace.count_uses()
         self._bind_inputs()
@@ -257,7 +270,8 @@ class KernelLowering:
         # The mean of the losses.
         shape = self.trace.kinds[weight.number].shape
         self._values[weight] = self._filled(shape, Ratio(1.0), layout.dtype)
-        # What is left are input buffers and the key of draws, which no kernel reads yet.
+        # What a kernel draws follows from the key of the step; input buffers are refused before.
+        self._values[inputs.pop()] = KernelValue((), torch.int64, lambda _indices, _mask: "key")
 
     # ------------------------------------------------------------------ statements
 
@@ -273,7 +287,8 @@ class KernelLowering:
         gradients, state = rest[: len(layout.trained_slots)], rest[len(layout.trained_slots) :]
         assert losses is not None
         mean = self._sum(self._need(losses), None, scale=Ratio(1.0))
-        self.lines.append(f"tl.store(losses + at, {mean.at((), '')})")
+        text = mean.at((), "")
+        self.lines += [*self._named_lines(0), f"tl.store(losses + at, {text})"]
         # Everything that reads the row comes before everything that writes it.
         moved = [(slot, self._gradient(ref)) for slot, ref in self._pair(gradients)]
         kept = []
@@ -303,17 +318,58 @@ class KernelLowering:
         """Return a name that no other loop has: Triton gives each one type."""
         return f"{name}_{self._loops}"
 
+    def _let(self, text: str) -> str:
+        """Return a name for a text, which is computed once in the loop that is being written."""
+        if text.isidentifier() or text.isdigit():
+            return text
+        if text not in self._named:
+            self._names += 1
+            self._named[text] = f"t_{self._names}"
+        return self._named[text]
+
+    def _named_lines(self, indent: int) -> list[str]:
+        """Return the statements of what was named since the last call."""
+        lines = [f"{' ' * indent}{name} = {text}" for text, name in self._named.items()]
+        self._named.clear()
+        return lines
+
+    def _split(self, index: str, shape: Sequence[Size]) -> list[str]:
+        """Return the index of each axis of an entry by its number."""
+        return split_index(self._let, index, shape)
+
+    def _reshape(self, value: KernelValue, shape: Sequence[Size]) -> KernelValue:
+        """Return the entries of a value in their order under another shape."""
+        shape, old = tuple(shape), value.shape
+        if value.dense is not None:
+            return in_memory(value.dense, shape, dense_strides(shape), value.dtype)
+        if shape == old:
+            return value
+        if [size for size in shape if size != 1] == [size for size in old if size != 1]:
+            # Axes of one entry come or go.
+            def same(indices: Sequence[str], mask: str) -> str:
+                left = iter([one for one, size in zip(indices, shape, strict=True) if size != 1])
+                return value.at(["0" if size == 1 else next(left) for size in old], mask)
+
+            return view_as(value, shape, same)
+
+        def at(indices: Sequence[str], mask: str) -> str:
+            number = self._let(_offset(indices, dense_strides(shape)))
+            return value.at(self._split(number, old), mask)
+
+        return view_as(value, shape, at)
+
     def _loop(self, shape: Sequence[Size], pointer: str, value: KernelValue) -> None:
         """Write a value to memory, entry after entry."""
         self._loops += 1
         i, inside, start = self._name("i"), self._name("inside"), self._name("start")
         total = count_entries(shape)
         block = self._block(total, _ENTRIES)
-        text = value.at(_split_index(i, value.shape), inside)
+        text = value.at(self._split(i, value.shape), inside)
         self.lines += [
             f"for {start} in range(0, {total}, {block}):",
             f"    {i} = {start} + tl.arange(0, {block})",
             f"    {inside} = {i} < {total}",
+            *self._named_lines(4),
             f"    tl.store({pointer} + {i}, {text}, mask={inside})",
             "tl.debug_barrier()",
         ]
@@ -357,7 +413,7 @@ class KernelLowering:
         index = [""] * rank
         for places, text in ((kept, o), (axes, r)):
             for axis, own in zip(
-                places, _split_index(text, [value.shape[a] for a in places]), strict=True
+                places, self._split(text, [value.shape[a] for a in places]), strict=True
             ):
                 index[axis] = own
         text = value.at(index, inside)
@@ -373,6 +429,7 @@ class KernelLowering:
             f"        {o} = {start} + tl.arange(0, {width})[:, None] + tl.zeros({tile}, tl.int32)",
             f"        {r} = {under} + tl.arange(0, {depth})[None, :] + tl.zeros({tile}, tl.int32)",
             f"        {inside} = ({o} < {entries}) & ({r} < {terms})",
+            *self._named_lines(8),
             f"        {total} = {join.format(total, f'tl.where({inside}, {text}, {empty})')}",
             f"    {o}_out = {start} + tl.arange(0, {width})",
             f"    tl.store({made.dense} + {o}_out, {finish.format(total)}, mask={o}_out < {entries})",
@@ -381,21 +438,28 @@ class KernelLowering:
         return made
 
     def _tiles(self, product: Product, body: Callable[[str, str, str, str], list[str]]) -> None:
-        """Write a product tile by tile; `body` takes rows, columns, mask and tile by name."""
+        """Write a product tile by tile.
+
+        Args:
+            product: what is computed.
+            body: (row counted through all pairs, column, mask, tile), each by name -> statements.
+        """
         self._loops += 1
-        rows, columns = product.shape
-        terms = product.left.shape[1]
+        rows, columns, pairs = product.rows, product.columns, product.pairs
+        terms = product.left.shape[-1]
         high, wide = (max(_LEAST, self._block(size, _LARGEST)) for size in (rows, columns))
         deep = max(_LEAST, self._block(terms, _DEPTH))
         top, left, under, total = map(self._name, ("top", "left", "under", "total"))
         m, k, q, c, a, b = map(self._name, ("m", "k", "q", "c", "a", "b"))
         one, other, inside = map(self._name, ("one", "other", "inside"))
         here, there = self._name("r"), self._name("s")
+        pair, mine, yours = map(self._name, ("pair", "mine", "yours"))
 
         def span(start: str, size: int, axis: str, tile: tuple[int, int]) -> str:
             return f"{start} + tl.arange(0, {size}){axis} + tl.zeros({tile}, tl.int32)"
 
-        self.lines += [
+        several = len(product.left.shape) == 3
+        lines = [
             f"for {top} in range(0, {rows}, {high}):",
             f"    for {left} in range(0, {columns}, {wide}):",
             f"        {total} = tl.zeros(({high}, {wide}), tl.float32)",
@@ -406,8 +470,19 @@ class KernelLowering:
             f"            {c} = {span(left, wide, '[None, :]', (deep, wide))}",
             f"            {one} = ({m} < {rows}) & ({k} < {terms})",
             f"            {other} = ({q} < {terms}) & ({c} < {columns})",
-            f"            {a} = tl.where({one}, {product.left.at((m, k), one)}, 0.0)",
-            f"            {b} = tl.where({other}, {product.right.at((q, c), other)}, 0.0)",
+        ]
+        if several:
+            lines += [
+                f"            {mine} = {pair} + tl.zeros({(high, deep)}, tl.int32)",
+                f"            {yours} = {pair} + tl.zeros({(deep, wide)}, tl.int32)",
+            ]
+        for name, value, mask, index in (
+            (a, product.left, one, [mine, m, k]), (b, product.right, other, [yours, q, c]),
+        ):  # fmt: skip
+            text = value.at(index if several else index[1:], mask)
+            lines += self._named_lines(12)
+            lines.append(f"            {name} = tl.where({mask}, {text}, 0.0)")
+        lines += [
             "            if BF16:",
             f"                {total} = tl.dot({a}.to(tl.bfloat16), {b}.to(tl.bfloat16), {total})",
             "            else:",
@@ -415,14 +490,18 @@ class KernelLowering:
             f"        {here} = {span(top, high, '[:, None]', (high, wide))}",
             f"        {there} = {span(left, wide, '[None, :]', (high, wide))}",
             f"        {inside} = ({here} < {rows}) & ({there} < {columns})",
-            *(f"        {line}" for line in body(here, there, inside, total)),
-            "tl.debug_barrier()",
         ]
+        row = self._let(f"{pair} * {rows} + {here}") if several else here
+        statements = body(row, there, inside, total)
+        lines += [*self._named_lines(8), *(f"        {line}" for line in statements)]
+        if several:
+            lines = [f"for {pair} in range(0, {pairs}):", *(f"    {line}" for line in lines)]
+        self.lines += [*lines, "tl.debug_barrier()"]
 
     def _compute(self, product: Product, bias: KernelValue | None = None) -> KernelValue:
-        """Return a product in memory, with a bias added."""
+        """Return a product in memory, with a bias added to each row."""
         made = self._new(product.shape, torch.float32)
-        columns = product.shape[1]
+        columns = product.columns
 
         def body(m: str, c: str, inside: str, tile: str) -> list[str]:
             more = ""
@@ -442,7 +521,7 @@ class KernelLowering:
             "ADAM, SHRINK, DECAY, PROX, MOMENTUM, NESTEROV, NEAR)"
         )
         if isinstance(gradient, Product):
-            columns = gradient.shape[1]
+            columns = gradient.columns
 
             def body(m: str, c: str, inside: str, tile: str) -> list[str]:
                 place = f"{slot.start} + {m} * {columns} + {c}"
@@ -456,11 +535,12 @@ class KernelLowering:
         block = self._block(total, _ENTRIES)
         tile = f"tl.zeros(({block},), tl.float32)"
         if gradient is not None:
-            tile = gradient.at(_split_index(i, gradient.shape), inside)
+            tile = gradient.at(self._split(i, gradient.shape), inside)
         self.lines += [
             f"for {start} in range(0, {total}, {block}):",
             f"    {i} = {start} + tl.arange(0, {block})",
             f"    {inside} = {i} < {total}",
+            *self._named_lines(4),
             "    " + call.format(place=f"{slot.start} + {i}", inside=inside, tile=tile),
         ]
 
@@ -474,8 +554,9 @@ class KernelLowering:
 
     def _add(self, node: Operation) -> None:
         made = [ref for ref in node.outs if ref is not None]
-        self._dtype = self.trace.kinds[made[0].number].dtype
-        if all(ref.number in self.trace.constants for ref in made):
+        kind = self.trace.kinds[made[0].number]
+        self._dtype, self._shape = kind.dtype, kind.shape
+        if node.name != "arange" and all(ref.number in self.trace.constants for ref in made):
             return  # read from the record when it is needed
         result = self._result(node)
         results = result if isinstance(result, list) else [result]
@@ -489,11 +570,18 @@ class KernelLowering:
             shape = self.trace.kinds[ref.number].shape
             if tuple(value.shape) != tuple(shape):
                 raise NotTraceableError(f"the operation {node.name} made {value.shape} for {shape}")
-            numbers = isinstance(value, KernelValue) and value.dtype == torch.float32
             # What several read would be computed again for each of them.
-            if numbers and value.cost > (2 if self._uses.get(ref, 0) > 1 else _MANY):
-                value = self.store(value)
+            most = 1 if self._uses.get(ref, 0) > 1 else _MANY
+            if isinstance(value, KernelValue) and value.cost > most:
+                value = self._stored(value)
             self._values[ref] = value
+
+    def _stored(self, value: KernelValue) -> KernelValue:
+        """Return a value in memory, where numbers of its type are kept there."""
+        if value.dtype == torch.bool:
+            kept = self.store(self._map("{0}", value, cost=0, dtype=torch.float32))
+            return self._map("({0} != 0)", kept, dtype=torch.bool)
+        return self.store(value) if value.dtype == torch.float32 else value
 
     def _result(self, node: Operation) -> Any:
         name = node.name
@@ -519,7 +607,8 @@ class KernelLowering:
             return self._map(_BINARY[name], *args)
         if name in _COMPARE and len(args) == 2:
             return self._map(f"({{0}} {_COMPARE[name]} {{1}})", *args)
-        if name in _LOGIC and len(args) == 2 and self._dtype == torch.bool:
+        truths = self._dtype == torch.bool or name not in _OF_TRUTHS
+        if name in _LOGIC and len(args) == 2 and truths:
             return self._map(f"({{0}} {_LOGIC[name]} {{1}})", *args)
         raise NotTraceableError(f"the operation {name} is not known")
 
@@ -531,9 +620,7 @@ class KernelLowering:
             return value
         if value not in self._values:
             if value.number not in self.trace.constants:
-                raise NotTraceableError(
-                    "it draws random numbers, reads an input buffer, or makes a large constant"
-                )
+                raise NotTraceableError("it makes a large constant")
             self._values[value] = self._constant(self.trace.constants[value.number])
         return self._values[value]
 
@@ -599,19 +686,26 @@ class KernelLowering:
             else:
                 parts.append(self._number(one))
 
+        literal = all(one.literal for one in values)
+
         def at(indices: Sequence[str], mask: str) -> str:
             texts = []
-            for part in parts:
+            for place, part in enumerate(parts):
                 if isinstance(part, str):
                     texts.append(part)
                     continue
                 value, converted = part
                 own = value.at(indices, mask)
-                texts.append(f"{own}.to(tl.float32)" if converted and not value.literal else own)
-            return text.format(*texts)
+                if converted and not value.literal:
+                    own = f"{own}.to(tl.float32)"
+                # What is read several times is computed once.
+                several = text.count(f"{{{place}}}") > 1 and not value.literal
+                texts.append(self._let(own) if several else own)
+            made = text.format(*texts)
+            # Random bits are mixed in steps that read the one before several times.
+            return self._let(made) if dtype == torch.int64 and not literal else made
 
         total = cost + sum(one.cost for one in values)
-        literal = all(one.literal for one in values)
         # What is made of numbers alone has no type of Triton's to convert.
         return KernelValue(shape, dtype, at, total, None, any(v.of_row for v in values), literal)
 
@@ -650,6 +744,14 @@ class KernelLowering:
         made = self._map("tl.where({0}, {1}, {2})", _AsIs.of(condition), a, b)
         return _expanded(made, _common_shape(values))
 
+    def _op_leaky_relu(self, x: KernelValue, slope: float = 0.01) -> KernelValue:
+        return self._map("tl.where({0} > 0, {0}, {0} * {1})", x, float(slope), cost=2)
+
+    def _op_leaky_relu_backward(
+        self, g: KernelValue, x: KernelValue, slope: float, _of_result: bool
+    ) -> KernelValue:
+        return self._map("tl.where({1} > 0, {0}, {0} * {2})", g, x, float(slope), cost=2)
+
     def _op_threshold_backward(
         self, g: KernelValue, x: KernelValue, threshold: float
     ) -> KernelValue:
@@ -670,6 +772,19 @@ class KernelLowering:
         if self._dtype == torch.int64 and not x.literal:
             return self._map("{0}.to(tl.int64)", _AsIs.of(x), dtype=torch.int64)
         raise NotTraceableError("it converts to a type that is not known")
+
+    def _op_arange(self, *given: int | Dim, **_options: Any) -> KernelValue:
+        # arange(end), arange(start, end) or arange(start, end, step)
+        if not all(isinstance(one, int | Dim) for one in given) or self._dtype != torch.int64:
+            raise NotTraceableError("it counts in numbers that are not whole")
+        start = given[0] if len(given) > 1 else 0
+        step = given[2] if len(given) > 2 else 1
+
+        def at(indices: Sequence[str], _mask: str) -> str:
+            index = "0" if indices[0] == "0" else f"{indices[0]}.to(tl.int64)"
+            return f"({index} * {step} + {start})"
+
+        return KernelValue(self._shape, torch.int64, at, 1)
 
     def _op_clone(self, x: KernelValue, memory_format: Any = None) -> KernelValue:
         return x
@@ -694,7 +809,9 @@ class KernelLowering:
 
     def _op_t(self, x: KernelValue | Product) -> KernelValue | Product:
         if isinstance(x, Product):
-            return Product(_permuted(x.right, (1, 0)), _permuted(x.left, (1, 0)))
+            if x.shape != (x.rows, x.columns):
+                return self._op_t(self._compute(x))
+            return Product.of(_permuted(x.right, (1, 0)), _permuted(x.left, (1, 0)))
         return _permuted(x, (1, 0)) if len(x.shape) == 2 else x
 
     def _op_transpose(self, x: KernelValue, one: int, other: int) -> KernelValue:
@@ -712,7 +829,7 @@ class KernelLowering:
             shape[shape.index(-1)] = total // rest  # type: ignore[operator]
         if count_entries(shape) != total:
             raise NotTraceableError("a view with another number of entries")
-        return _reshaped(x, shape)
+        return self._reshape(x, shape)
 
     _op__unsafe_view = _op_reshape = _op_view
 
@@ -724,14 +841,14 @@ class KernelLowering:
 
     def _op_unsqueeze(self, x: KernelValue, axis: int) -> KernelValue:
         axis %= len(x.shape) + 1
-        return _reshaped(x, [*x.shape[:axis], 1, *x.shape[axis:]])
+        return self._reshape(x, [*x.shape[:axis], 1, *x.shape[axis:]])
 
     def _op_squeeze(self, x: KernelValue, axes: Any = None) -> KernelValue:
         rank = len(x.shape)
         if axes is None:
             axes = range(rank)
         chosen = {axis % rank for axis in ([axes] if isinstance(axes, int) else axes)}
-        return _reshaped(x, [s for a, s in enumerate(x.shape) if a not in chosen or s != 1])
+        return self._reshape(x, [s for a, s in enumerate(x.shape) if a not in chosen or s != 1])
 
     def _op_select(self, x: KernelValue, axis: int, index: int) -> KernelValue:
         axis %= len(x.shape)
@@ -740,7 +857,7 @@ class KernelLowering:
         def at(indices: Sequence[str], mask: str) -> str:
             return x.at([*indices[:axis], chosen, *indices[axis:]], mask)
 
-        return _view(x, [*x.shape[:axis], *x.shape[axis + 1 :]], at)
+        return view_as(x, [*x.shape[:axis], *x.shape[axis + 1 :]], at)
 
     def _op_select_backward(
         self, g: KernelValue, shape: Sequence[Size], axis: int, index: int
@@ -786,7 +903,7 @@ class KernelLowering:
     def _without(self, x: KernelValue, axes: Sequence[int]) -> KernelValue:
         rank = len(x.shape)
         gone = {axis % rank for axis in axes} if rank else set()
-        return _reshaped(x, [size for axis, size in enumerate(x.shape) if axis not in gone])
+        return self._reshape(x, [size for axis, size in enumerate(x.shape) if axis not in gone])
 
     def _op_sum(
         self, x: KernelValue, axes: Any = None, keepdim: bool = False, dtype: Any = None
@@ -809,7 +926,7 @@ class KernelLowering:
 
     def _op_mm(self, a: KernelValue | Product, b: KernelValue | Product) -> Product:
         left, right = (self._factor(one) for one in (a, b))
-        return Product(left, right)
+        return Product.of(left, right)
 
     def _factor(self, value: KernelValue | Product) -> KernelValue:
         """Return a factor: what is computed again for each tile must be cheap."""
@@ -984,7 +1101,9 @@ class KernelLowering:
     def _channels(self, value: KernelValue | None, x: KernelValue) -> KernelValue | None:
         if value is None:
             return None
-        return _reshaped(value, [x.shape[1] if axis == 1 else 1 for axis in range(len(x.shape))])
+        return self._reshape(
+            value, [x.shape[1] if axis == 1 else 1 for axis in range(len(x.shape))]
+        )
 
     def _op__native_batch_norm_legit(
         self, x: KernelValue, weight: KernelValue | None, bias: KernelValue | None, *rest: Any
@@ -996,7 +1115,7 @@ class KernelLowering:
         axes = [0, *range(2, len(x.shape))]
         mean, scale = self._moments(x, axes, rest[-1])
         made = self._normalized(x, mean, scale, self._channels(weight, x), self._channels(bias, x))
-        return [made, _reshaped(mean, [x.shape[1]]), _reshaped(scale, [x.shape[1]])]
+        return [made, self._reshape(mean, [x.shape[1]]), self._reshape(scale, [x.shape[1]])]
 
     def _op_native_batch_norm_backward(
         self, g: KernelValue, x: KernelValue, weight: KernelValue | None, _mean: Any, _var: Any, mean: KernelValue,

@@ -10,9 +10,10 @@ import triton.language as tl
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie.engine.kernels.lower import KernelLowering
+from coterie.engine.kernels.images import ImageLowering
 from coterie.engine.kernels.rules import LAUNCH, move_tile
 from coterie.engine.kernels.update import StepNumbers, launch_on
+from coterie.engine.native.pooling import pool_before_activations
 from coterie.engine.native.trace import NotTraceableError, Objective, evaluate_size, record
 from coterie.engine.optim import LocalTraining
 from coterie.models.layout import Layout
@@ -20,15 +21,16 @@ from coterie.models.layout import Layout
 _HEAD = """
 @triton.jit
 def step(
-    rows, anchor, first, second, numbers, x, y, losses, scratch, constants, members, row_stride,
-    anchor_stride, moment_stride, scratch_size, x_size, y_size, n, rate, keep, shrink, decay, prox,
-    momentum, share, kept, added, eps,
+    rows, anchor, first, second, numbers, x, y, losses, scratch, constants, members, keys,
+    row_stride, anchor_stride, moment_stride, scratch_size, x_size, y_size, n, rate, keep, shrink,
+    decay, prox, momentum, share, kept, added, eps,
     EACH: tl.constexpr, ADAM: tl.constexpr, SHRINK: tl.constexpr, DECAY: tl.constexpr,
     PROX: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, NEAR: tl.constexpr,
     BF16: tl.constexpr, PRECISION: tl.constexpr,
 ):
     at = tl.program_id(0).to(tl.int64)
     client = tl.load(members + at)
+    key = tl.load(keys + at)
     row = rows + client * row_stride
     anchored = anchor + client * anchor_stride
     first_at = first + client * moment_stride
@@ -82,8 +84,9 @@ class ClientProgram:
             raise NotTraceableError(f"numbers of type {str(layout.dtype).removeprefix('torch.')}")
         if layout.inputs:
             raise NotTraceableError("it has input buffers")
-        traces = record(layout, objective, x, y, KernelLowering.knows)
-        lowering = KernelLowering(traces.train, layout, _TYPICAL)
+        traces = record(layout, objective, x, y, ImageLowering.knows)
+        trace = pool_before_activations(traces.train)
+        lowering = ImageLowering(trace, layout, _TYPICAL)
         lowering.run()
         self.layout, self.precision, self.together = layout, precision, traces.together
         self.scratch = lowering.scratch
@@ -105,6 +108,7 @@ class ClientProgram:
         count: int | Float[Tensor, "members 1"],
         anchor: Float[Tensor, "clients params"] | None = None,
         prox: float = 0.0,
+        keys: Int[Tensor, " members"] | None = None,
     ) -> Float[Tensor, " members"]:
         """Take a step of some clients in place, and return their mean losses before it.
 
@@ -119,7 +123,9 @@ class ClientProgram:
             count: as well.
             anchor: models of the proximal term.
             prox: weight of the proximal term.
+            keys: of what each draws in the step; see `models.draws`. None where nothing is drawn.
         """
+        keys = torch.zeros_like(members) if keys is None else keys.to(members.device).contiguous()
         samples = x.shape[1]
         x, y = x.contiguous(), y.contiguous()
         losses = rows.new_empty(len(members))
@@ -137,7 +143,7 @@ class ClientProgram:
         first, second = [*moments.unbind(1), rows, rows][:2]
         with launch_on(rows):
             self._kernel[(len(members),)](
-                rows, anchor, first, second, table, x, y, losses, scratch, self._constants, members,
+                rows, anchor, first, second, table, x, y, losses, scratch, self._constants, members, keys,
                 rows.stride(0), anchor.stride(0), moments.stride(0), max(1, size), x[0].numel(),
                 y[0].numel(), samples, *numbers.scalars, **numbers.flags,
                 **self.flags, num_warps=self.warps, **LAUNCH,

@@ -3,13 +3,13 @@
 Without a CUDA device Triton interprets the programs here (conftest.py); its compiler makes machine code of some.
 """
 
-import copy
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from tests.kernels import DEVICE, EPS, assert_steps_are_those_of_torch, numbers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,16 +20,14 @@ from coterie.models.layout import Layout
 
 pytest.importorskip("triton", reason="no Triton: it is for Linux")
 
-from coterie.engine.kernels.lower import KernelLowering, _split_index
+from coterie.engine.kernels.lower import KernelLowering, split_index
 from coterie.engine.kernels.programs import ClientProgram, can_run_on
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Entries that a mask leaves out are computed as of zeros.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning"),
 ]
-EPS = torch.finfo(torch.float32).eps
 
 
 class Reused(nn.Module):
@@ -92,38 +90,6 @@ NETS = {
 }
 
 
-def numbers(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def by_torch(net, layout, row, x, y, loss, local, steps, anchor=None, prox=0.0):
-    """Return row, mean losses and moments after steps with torch.optim in double precision."""
-    module = copy.deepcopy(net).double().train()
-    named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    for slot in layout.slots:
-        value = row[slot.start : slot.stop].reshape(slot.shape)
-        named[slot.name].data.copy_(value)
-    trained = [named[slot.name] for slot in layout.trained_slots]
-    pulls = []
-    for slot in layout.trained_slots:
-        pulls.append(None if anchor is None else anchor[slot.start : slot.stop].reshape(slot.shape))
-    kind = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[local.optimizer]
-    optimizer = getattr(torch.optim, kind)(trained, lr=local.lr, **local.optimizer_arguments)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        value = loss(module(x.double()), y).mean()
-        value.backward()
-        for one, pull in zip(trained, pulls, strict=True):
-            one.grad = torch.zeros_like(one) if one.grad is None else one.grad
-            if pull is not None:
-                one.grad += prox * (one.detach() - pull)
-        optimizer.step()
-        losses.append(value.detach())
-    found = [named[slot.name].detach().double().flatten() for slot in layout.slots]
-    return torch.cat(found), torch.stack(losses)
-
-
 @pytest.fixture(scope="module")
 def programs():
     made = {}
@@ -143,58 +109,24 @@ def programs():
     return program_of
 
 
-def assert_steps_are_those_of_torch(made, local, size, loss=cross_entropy, prox=0.0, steps=2):
-    net, layout, program = made
-    clients, members = 4, torch.tensor([0, 2, 3])
-    rows = layout.own_values() + 0.2 * numbers(clients, layout.size, seed=3)
-    for slot in layout.state_slots:
-        rows[:, slot.start : slot.stop] = 2  # positive, and whole where it counts
-    x = numbers(len(members), size, 6, seed=4)
-    y = torch.randint(0, 3, (len(members), size), generator=torch.Generator().manual_seed(5))
-    if loss is squared_error:
-        y = numbers(len(members), size, 3, seed=6)
-    anchor = numbers(clients, layout.size, seed=7) if prox else None
-    found, moments = rows.clone(), torch.zeros(clients, local.num_moments, layout.trainable)
-    given = [one.to(DEVICE) for one in (found, moments, members, x, y)]
-    losses = []
-    for number in range(1, steps + 1):
-        made_losses = program.step(
-            *given, local, local.lr, number, None if anchor is None else anchor.to(DEVICE), prox
-        )
-        losses.append(made_losses.cpu())
-    found = given[0].cpu()
-    assert torch.equal(found[1], rows[1])  # who is no member
-    for place, member in enumerate(members.tolist()):
-        wanted, wanted_losses = by_torch(
-            net, layout, rows[member], x[place], y[place], loss, local, steps,
-            None if anchor is None else anchor[member], prox,
-        )  # fmt: skip
-        # Sums of at most 70 terms of order 1 to 10, each rounded, through four layers and back.
-        limit = 2 * 70 * EPS * max(1.0, float(wanted.abs().max()))
-        assert float((found[member] - wanted).abs().max()) <= limit
-        got = torch.stack([one[place] for one in losses])
-        assert float((got - wanted_losses).abs().max()) <= limit
-    assert float((found - rows).abs().max()) > 1e-3
-
-
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("size", [2, 17])
 def test_forward_backward_and_update_are_those_of_pytorch(programs, name, size):
     """By plain SGD, where a step is the gradient: each client from its own weights, on its own batch."""
     local = LocalTraining(optimizer="sgd", lr=0.5)
-    assert_steps_are_those_of_torch(programs(name), local, size)
+    assert_steps_are_those_of_torch(programs(name), local, size, (6,))
 
 
 def test_one_program_takes_batches_of_any_size(programs):
     local = LocalTraining(optimizer="sgd", lr=0.5)
     for size in (1, 16, 70):
-        assert_steps_are_those_of_torch(programs("mlp"), local, size, steps=1)
+        assert_steps_are_those_of_torch(programs("mlp"), local, size, (6,), steps=1)
 
 
 def test_numbers_are_predicted_by_the_squared_error(programs):
     local = LocalTraining(optimizer="sgd", lr=0.1)
     made = programs("layer norm", squared_error)
-    assert_steps_are_those_of_torch(made, local, 5, loss=squared_error)
+    assert_steps_are_those_of_torch(made, local, 5, (6,), loss=squared_error)
 
 
 @pytest.mark.parametrize("prox", [0.0, 0.3])
@@ -211,7 +143,7 @@ def test_numbers_are_predicted_by_the_squared_error(programs):
 )
 def test_optimizers_decay_and_the_proximal_term_are_those_of_pytorch(programs, given, prox):
     local = LocalTraining(lr=0.05, **given)
-    assert_steps_are_those_of_torch(programs("reused"), local, 5, prox=prox, steps=3)
+    assert_steps_are_those_of_torch(programs("reused"), local, 5, (6,), prox=prox, steps=3)
 
 
 def test_clients_have_rates_and_counts_of_their_own(programs):
@@ -248,6 +180,15 @@ class Sorted(nn.Module):
         return self.odd(x).sort(1).values
 
 
+class OwnDraws(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + torch.poisson(x.abs()))
+
+
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +204,7 @@ class Table(nn.Module):
     [
         (Sorted(), "the operation sort is not known"),
         (Table(), "a table of whole numbers"),
-        (nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5)), "draws random numbers"),
+        (OwnDraws(), "draws random numbers of its own"),
         (nn.Linear(6, 3).double(), "numbers of type float64"),
     ],
 )
@@ -281,7 +222,9 @@ def test_kernels_run_on_a_gpu_and_interpreted_ones_anywhere():
 
 def test_the_index_of_an_entry_is_that_of_every_axis():
     for number in range(24):
-        found = [eval(text, {"i": number}) for text in _split_index("i", (2, 3, 1, 4))]
+        found = [
+            eval(text, {"i": number}) for text in split_index("({})".format, "i", (2, 3, 1, 4))
+        ]
         place = torch.arange(24).reshape(2, 3, 1, 4) == number
         assert found == place.nonzero()[0].tolist()
 
@@ -303,8 +246,12 @@ from coterie.engine.kernels.programs import ClientProgram
 from coterie.engine.kernels.rules import LAUNCH
 from coterie.models.layout import Layout
 
-net = nn.Sequential(nn.Linear(6, 20), nn.GELU(), nn.LayerNorm(20), nn.Linear(20, 3))
-x, y = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0])
+net = nn.Sequential(
+    nn.Unflatten(1, (1, 6, 6)), nn.Conv2d(1, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.MaxPool2d(3, 2, 1),
+    nn.Conv2d(8, 20, 2, stride=2, groups=4), nn.GELU(), nn.AvgPool2d(2, 1, 1), nn.Flatten(), nn.Dropout(0.2),
+    nn.LayerNorm(80), nn.Linear(80, 3),
+)
+x, y = torch.randn(4, 36, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0])
 for precision in ("full", "tf32", "bf16"):
     program = ClientProgram(Layout(net), cross_entropy, x, y, precision)
     kernel = program._kernel
@@ -314,7 +261,7 @@ for precision in ("full", "tf32", "bf16"):
         kinds[name] = "fp32"
         if name in fixed:
             kinds[name] = "constexpr"
-        elif name in ("y", "members"):
+        elif name in ("y", "members", "keys"):
             kinds[name] = "*i64"
         elif name.endswith(("stride", "size")) or name == "n":
             kinds[name] = "i32"
