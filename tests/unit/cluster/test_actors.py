@@ -19,9 +19,10 @@ from coterie.errors import ConfigError, CoterieError
 from coterie.exchange.base import Message
 from coterie.methods import METHODS
 from coterie.rng import Rng
+from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
 
-from ...contract.test_blocks import of, same
+from ...contract.test_blocks import LargestStorage, of, same
 
 pytestmark = [
     # Ray leaves files and sockets to the collector
@@ -154,6 +155,124 @@ def test_a_block_that_cannot_be_made_is_no_death(
     with pytest.raises(CoterieError, match=r"block \d of 2 cannot be made: .*nowhere_else"):
         simulate_in_blocks(tiny_federation(), method, **more)
     assert killing.starts == 1
+
+
+def watch(actor: Any) -> None:
+    """Let an actor note the largest storage, in bytes, that any operation of its rounds uses.
+
+    Ray sends it to the actor as it is, with all that it needs within.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class LargestStorage(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            out = func(*args, **(kwargs or {}))
+            for one in tree_leaves((args, kwargs, out)):
+                if isinstance(one, torch.Tensor):
+                    actor.seen.append(one.untyped_storage().nbytes())
+            return out
+
+    class Watched:
+        """The block; what is called of it is watched in the thread that does it."""
+
+        def __init__(self, block: Any) -> None:
+            self.block = block
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> Any:
+                with LargestStorage():
+                    return getattr(self.block, name)(*arguments)
+
+            return call
+
+    actor.seen = []
+    actor._block = Watched(actor._block)
+
+
+def report(actor: Any) -> dict[str, Any]:
+    """Return what an actor holds between its rounds, and the largest that it used in them."""
+    import gc
+
+    import numpy as np
+    import torch
+
+    tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    state = actor._block.block.loop.state
+    return {
+        "shapes": [tuple(one.shape) for one in tensors],
+        "held": [one.untyped_storage().nbytes() for one in tensors],
+        "arrays": [one.nbytes for one in gc.get_objects() if isinstance(one, np.ndarray)],
+        "used": max(actor.seen),
+        "operations": len(actor.seen),
+        "memory": {name: tuple(value.shape) for name, value in vars(state.memory).items()},
+        "clients": len(state.params),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "fits"),
+    [
+        ({"table": 16}, True),
+        ({"table": 16, "explore": 1}, True),
+        # What the test would notice: a memory of all pairs.
+        ({}, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:the vmap engine is used")
+def test_with_tables_no_process_holds_a_byte_for_each_pair(
+    tmp_path: Path, three: Nodes, changes: dict[str, Any], fits: bool
+):
+    """1,000 clients on three nodes, in blocks of 400, 350 and 250: the bytes of one process, and each says what it has.
+
+    Neither a block nor the driver has a tensor or an array of as many bytes as pairs of its clients and all others.
+    """
+    import ray
+
+    three.fill()
+    clients, reports = 1000, list[dict[str, Any]]()
+    more: dict[str, Any] = {
+        "model": "linear",
+        "settings": tiny_settings(rounds=3, engine="vmap", check=False),
+        "seed": 5,
+    }
+    data = tiny_federation(clients, 4, train=4, validation=2)
+    method = METHODS["dac"](num_peers=2, similarity="cos_weight", **changes)
+
+    @contextmanager
+    def start(given: Iterable[BlockSpec]) -> Iterator[BlockActors]:
+        with actors.start_actors(given) as crew:
+            ray.get([host.__ray_call__.remote(watch) for host in crew.hosts])
+            each = crew.call_all
+
+            def report_after(name: str, *arguments: Any) -> list[Any]:
+                found = each(name, *arguments)
+                if name == "run_round":
+                    reports.extend(ray.get([h.__ray_call__.remote(report) for h in crew.hosts]))
+                return found
+
+            crew.call_all = report_after
+            yield crew
+
+    whole = simulate(data, method, folder=tmp_path / "whole", **more)
+    seen: list[int] = []
+    with LargestStorage(seen):
+        split = simulate_in_blocks(
+            data, method, folder=tmp_path / "split", blocks=[400, 350, 250], start=start, **more
+        )
+    assert same(whole, split)
+    assert [one["clients"] for one in reports] == [400, 350, 250] * 4, "the warm-up and each round"
+    for one in reports:
+        pairs = one["clients"] * clients
+        assert one["operations"] > 1000
+        assert one["held"], "it sees tensors"
+        assert (max(one["used"], *one["held"], *one["arrays"]) < pairs) == fits
+        assert ((one["clients"], clients) not in one["shapes"]) == fits
+        wide = [shape for shape in one["memory"].values() if len(shape) > 1 and shape[1] >= clients]
+        assert (not wide) == fits
+    assert (max(seen) < 250 * clients) == fits, "the driver has results and checkpoints"
 
 
 def test_what_a_block_tells_is_packed_without_a_loss():
