@@ -20,6 +20,7 @@
     python benchmarks/network.py idle         processor time of a node that waits for 999 others
     python benchmarks/network.py meet         forty nodes: until each has met all others
     python benchmarks/network.py views        a roster of 10,000 of which 40 processes run
+    python benchmarks/network.py rosters      what a node holds of a roster of up to 100,000 members
     python benchmarks/network.py inside       200 nodes in one program: a whole run, and its bytes
     python benchmarks/network.py efficiency   compared with the same bytes over TCP with mutual TLS
     python benchmarks/network.py relayed      by one relay, compared with direct links
@@ -77,6 +78,7 @@ MEASUREMENTS = {
     "idle": network_idle.idle,
     "meet": network_idle.meet,
     "views": network_views.views,
+    "rosters": network_views.rosters,
     "inside": network_idle.inside,
     "efficiency": network_links.efficiency,
     "relayed": network_links.relayed,

@@ -16,6 +16,7 @@ import netlab
 import torch
 from replay import replay
 
+from coterie._util.mappings import index_by_name
 from coterie.data.federation import Federation
 from coterie.methods.dac import Dac
 from coterie.net import identity, local, roster
@@ -171,3 +172,42 @@ def views(
         "resident_before_mb": round(before, 1),
         **{name: spread(name) for name in found[0]},
     })  # fmt: skip
+
+
+SIZES = (1000, 10_000, 100_000)
+
+
+def load_one(folder: Path, members: int, out: Path) -> None:
+    """Load a roster as a node does when it starts, and write what that takes."""
+    # The bound is raised for the measurement alone.
+    roster.MAX_MEMBERS = max(roster.MAX_MEMBERS, members)
+    before, began, cpu = _measured.resident() or 0, time.monotonic(), time.process_time()
+    found = roster.load(folder / "roster.toml", folder / "organizer.pub")
+    seconds, processor = time.monotonic() - began, time.process_time() - cpu
+    file = (folder / "roster.toml").stat().st_size
+    # What the parts of a node keep of it, as they make it.
+    kept = (
+        index_by_name(found.members), {m.key: m.name for m in found.members},
+        found.host_of, found.client_names, frozenset(m.name for m in found.members),
+    )  # fmt: skip
+    now, most = _measured.resident() or 0, _measured.resident("self", "VmHWM") or 0
+    line = {
+        "members": len(kept[0]), "file_bytes": file, "load_s": round(seconds, 2),
+        "processor_s": round(processor, 2), "kept_mb": round((now - before) / 1e6, 1),
+        "while_loading_mb": round((most - before) / 1e6, 1),
+    }  # fmt: skip
+    out.write_text(json.dumps(line))
+
+
+def rosters(emit: netlab.Emit, folder: Path) -> None:
+    """Signed rosters of several sizes, each read by a process of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    for members in SIZES:
+        place = folder / str(members)
+        place.mkdir(parents=True)
+        roster.MAX_MEMBERS = max(roster.MAX_MEMBERS, members)
+        make_roster(place, members, [])
+        one = spawn.Process(target=load_one, args=(place, members, place / "found.json"))
+        one.start()
+        one.join()
+        emit(json.loads((place / "found.json").read_text()))

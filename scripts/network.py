@@ -274,6 +274,20 @@ def met(found: Results) -> str:
     )
 
 
+def held(found: Results) -> str:
+    """Return the part on large rosters."""
+    head = ("members", "file, MB", "read in, s", "kept, MB", "while it is read, MB")
+    rows = []
+    for r in found:
+        size = round(r["file_bytes"] / 1e6, 2)
+        rows.append((f"{r['members']:,}", size, r["load_s"], r["kept_mb"], r["while_loading_mb"]))
+    return (
+        "A process reads a signed roster, checks it, and makes of it what a node keeps: entries by name and key, members by client. "
+        "Rosters have [up to 10,000 members](../decisions/044-peer-sampling.md); for the measurement that bound was raised. Memory is "
+        "resident, above that of the process before.\n\n" + table(head, rows)
+    )
+
+
 def inside(found: Results) -> str:
     """Return the part on many nodes in one program."""
     (one,) = found
@@ -497,6 +511,7 @@ SECTIONS = (
     ("Nodes that wait for nobody", "network/free", unhurried),
     ("Waiting for many", "network/idle", waited),
     ("Meeting", "network/meet", met),
+    ("Large rosters", "network/rosters", held),
     ("Many nodes in one program", "network/inside", inside),
     ("Few of a large roster", "network/views", few_of_many),
     ("A slow link", "network/slow", slow),
