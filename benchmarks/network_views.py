@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import _measured
 import netlab
 import torch
+from cryptography.hazmat.primitives.asymmetric import ec
 from replay import replay
 
 from coterie._util.mappings import index_by_name
@@ -33,16 +34,19 @@ _LOOK = 0.2  # seconds between two counts of the links
 
 def address_of(number: int) -> str:
     """Return an address of this machine for each member, where nobody listens but those that run."""
-    return f"127.9.{number // 250}.{number % 250 + 1}:{PORT}"
+    place, last = divmod(number, 250)
+    return f"127.{9 + place // 250}.{place % 250}.{last + 1}:{PORT}"
 
 
 def make_roster(folder: Path, members: int, running: list[int]) -> roster.Roster:
     """Sign a roster in which the members that run have certificates, and the others keys."""
-    made, _ = local.make_members([[number] for number in range(members)])
+    made, _ = local.make_members([range(members)])
     identity.make_authority(folder, made.run, days=1.0)
     entries, end = [], (datetime.now(UTC) + timedelta(days=1)).isoformat()
-    for number, member in enumerate(made.members):
-        member = replace(member, address=address_of(number))
+    for number in range(members):
+        public = ec.generate_private_key(ec.SECP256R1()).public_key()
+        key = identity.encode_public_key(public)
+        member = roster.Member(f"n{number}", address_of(number), (number,), key)
         if number in running:
             request = identity.make_request(folder, member.name, member.address)
             certificate = identity.sign_request(
@@ -50,7 +54,7 @@ def make_roster(folder: Path, members: int, running: list[int]) -> roster.Roster
             )
             entries.append(roster.add_certificate(member, certificate))
             continue
-        subject = identity.key_fingerprint(identity.decode_public_key(member.key))
+        subject = identity.key_fingerprint(public)
         entries.append(replace(member, certificate=subject, expires=end, subject=subject))
     signed = replace(made, members=tuple(entries))
     roster.write_signed(folder / "roster.toml", signed, folder / "organizer.key")
