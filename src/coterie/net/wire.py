@@ -24,7 +24,7 @@ CHUNK = 256 * 1024
 # Fourteen fields, each of at most a hundred bytes or so.
 MAX_MANIFEST = 4096
 MAX_HEAD = 128 * 1024  # a thousand names of members are 66 kB
-MAX_ROSTER = 8 * 1024 * 1024  # ten thousand members with certificates are 3.4 MB
+MAX_ROSTER = 8 * 1024 * 1024  # ten thousand members with certificates are 3.5 MB
 # Two numbers of 32 bytes each: ECDSA on P-256.
 SIGNATURE = 64
 CODECS = ("safetensors", "safetensors-f16")
