@@ -78,6 +78,11 @@ class Apfl(PersonalModels):
         """Uniform, by samples, or by a custom rule."""
         return Averaging(self.weights, rule=self.aggregation)
 
+    def count_step_models(self, moments: int) -> int:
+        """See `Method.count_step_models`: two gradients, one scaled, the mixture, two optimizers."""
+        # With alpha's own gradient also products with the difference of the models.
+        return 4 + self.adaptive + 2 * moments
+
     def init_memory(self, task: Task, rng: Rng) -> ApflMemory:
         """Everybody starts at the first model."""
         model = task.initial_models(rng).clone()

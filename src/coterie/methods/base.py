@@ -421,6 +421,18 @@ class Method(Configurable, ABC):
         """
         return None
 
+    def count_step_models(self, moments: int) -> int:
+        """Return how many rows as large as a model each client has in a step that it takes itself.
+
+        Gradients, models at which they are taken, and optimizers, in addition to a model that
+        trains; 0 where the engine trains, a few clients at a time. The forecast of a run's memory
+        needs it.
+
+        Args:
+            moments: rows of an optimizer.
+        """
+        return 0
+
     def count_list_bytes(self, rounds: int, others: int) -> int:
         """Return the most bytes of a client's lists of members after some rounds.
 

@@ -157,6 +157,10 @@ class FedRep(OneModel):
         """Keep the head."""
         return head_tensors(layout, self.personal_layers)
 
+    def count_step_models(self, moments: int) -> int:
+        """See `Method.count_step_models`: a gradient; the body is trained by the engine."""
+        return 1 + moments
+
     def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Train the head, then the body."""
         return train_alternately(
@@ -204,6 +208,10 @@ class DFedAlt(Gossip):
     def personal_tensors(self, layout: Layout) -> Sequence[str]:
         """Keep the head."""
         return head_tensors(layout, self.personal_layers)
+
+    def count_step_models(self, moments: int) -> int:
+        """See `Method.count_step_models`: a gradient; the body is trained by the engine."""
+        return 1 + moments
 
     def local_update(
         self, rnd: Round, state: State, *, in_place: bool = False

@@ -24,7 +24,8 @@ from coterie.methods.base import (
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
 from coterie.rng import Rng
 
-_SLOTS = 256  # members asked for their cluster at once; whole bytes of the memory
+_SLOTS = 256  # members asked for their cluster at once, at most; whole bytes of the memory
+_PAIRS_AT_ONCE = 1 << 18  # messages at once; what is made of them takes about 80 bytes each
 
 
 @final
@@ -87,8 +88,11 @@ class Oracle(PeerMethod):
         # No model is needed to learn the clusters.
         message = Message(state.params[:, :0], {"cluster": clusters})
         same = torch.zeros_like(state.memory.same)
-        # `_SLOTS` at a time, so that clients x population messages are never in memory at once.
-        for members in torch.arange(rnd.task.population).split(_SLOTS):
+        # A few at a time, so that clients x population messages are never in memory at once: as many
+        # in each process that hosts clients of the population, since all make these exchanges.
+        population = rnd.task.population
+        slots = max(8, min(_SLOTS, _PAIRS_AT_ONCE // population // 8 * 8))
+        for members in torch.arange(population).split(slots):
             peers = rnd.keep_candidates(members.expand(len(clusters), -1))
             inbox = rnd.exchange.pull(message, peers)
             alike = inbox.mask & (inbox.field_by_slot("cluster") == clusters[:, None])

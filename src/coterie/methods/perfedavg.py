@@ -62,6 +62,11 @@ class PerFedAvg(OneModel):
         """Uniform, by samples, or by a custom rule."""
         return Averaging(self.weights, rule=self.aggregation)
 
+    def count_step_models(self, moments: int) -> int:
+        """See `Method.count_step_models`: the adapted model and the gradient at it."""
+        # For the product with the Hessian two more of each.
+        return (2 if self.hessian == "first_order" else 6) + moments
+
     def local_update(self, rnd: Round, state: State, reply: Inbox) -> tuple[State, Info]:
         """Go down the gradient of the loss after adaptation."""
         # Batches D, D' and D'' come from streams of their own.

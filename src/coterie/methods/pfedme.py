@@ -61,6 +61,10 @@ class PFedMe(PersonalModels):
         """Uniform, by samples, or by a custom rule, with the server's step."""
         return Averaging(self.weights, lr=self.beta, rule=self.aggregation)
 
+    def count_step_models(self, moments: int) -> int:
+        """See `Method.count_step_models`: a gradient, and the way to the shared model."""
+        return 2 + moments
+
     def init_memory(self, task: Task, rng: Rng) -> PersonalMemory:
         """Everybody starts at the first model."""
         return PersonalMemory(task.initial_models(rng).clone())

@@ -17,6 +17,7 @@ from annotated_types import Ge, Lt
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from coterie._util import pages
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange import secure_sum, validity
@@ -583,7 +584,7 @@ def first_models(offer: Inbox) -> Float[Tensor, "clients params"]:
     # One view instead of clients x params copies.
     if len(rows) and bool((rows == rows[0]).all()):
         return offer.table[int(rows[0])].expand(len(rows), -1)
-    return offer.table[rows]
+    return pages.take_rows(offer.table, rows)
 
 
 def sees_whole_cohort(rnd: Round) -> bool:

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrize
 
+from coterie._util import pages
 from coterie.errors import ModelError
 from coterie.models.given import copy_deeply
 from coterie.models.layout import Layout, ModelFactory, Slot, join_path, layer_of, module_of
 from coterie.rng import Rng
+
+_MODELS_AT_ONCE = 256  # of which the mixtures are computed
 
 
 def last_layer_mask(layout: Layout) -> Bool[Tensor, " params"]:
@@ -309,13 +312,16 @@ def compose_endpoints(
         rows: the models.
         alpha: the mixtures, for each model.
     """
-    out = rows.clone()
-    for slot in endpoint_slots(layout):
-        endpoints = rows[:, slot.start : slot.stop].unflatten(1, (slot.shape[0], -1))
-        # c: clients, d: mixtures, m: endpoints, p: entries of an endpoint.
-        mixed = torch.einsum("cdm,cmp->cdp", alpha.to(rows), endpoints)
-        chosen = mixed[:, torch.arange(slot.shape[0]) % mixed.shape[1]]
-        out[:, slot.start : slot.stop] = chosen.flatten(1)
+    out, weights = pages.copy(rows), alpha.to(rows)
+    # A few models at a time: the endpoints of all are as large as the models.
+    for part in torch.arange(len(rows)).split(_MODELS_AT_ONCE):
+        at = slice(int(part[0]), int(part[-1]) + 1)
+        for slot in endpoint_slots(layout):
+            endpoints = rows[at, slot.start : slot.stop].unflatten(1, (slot.shape[0], -1))
+            # c: clients, d: mixtures, m: endpoints, p: entries of an endpoint.
+            mixed = torch.einsum("cdm,cmp->cdp", weights[at], endpoints)
+            chosen = mixed[:, torch.arange(slot.shape[0]) % mixed.shape[1]]
+            out[at, slot.start : slot.stop] = chosen.flatten(1)
     return out
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from coterie.engine.task import Task
+from coterie.engine.task import LocalTraining, Task
 from coterie.errors import ConfigError, OutOfMemory
 from coterie.methods.base import Method, PeerMethod, check_returned_state, list_tensors
 from coterie.rng import Rng
@@ -22,6 +22,7 @@ except ImportError:  # not on Windows
 Shape = tuple[tuple[int, ...], int]
 """The shape of a tensor, and the bytes of a number."""
 
+_OF_A_STEP = 2  # temporaries of an optimizer's step on all models
 _COPIES = 3  # of the models in a round: before the exchange, mixed, and in training
 _BLOCK_ROWS = 4  # of a block, per client: parameters, gradients and two moments
 _ENTRY = 32  # bytes of a row of the record's tables
@@ -282,6 +283,17 @@ def count_model_copies(
     if server:
         return (1 + 2 * (tracks - 1)) * whole + 2 * narrowed
     return 2 * train_first + 2 * narrowed
+
+
+def count_step_copies(method: Method, local: LocalTraining) -> int:
+    """Return how many copies of all models a method needs that takes the steps of training itself.
+
+    Such steps are those of all clients at once, and not of a block.
+    """
+    # Optimizers that are kept between rounds are counted as such.
+    kept = local.persistent_client_optimizer
+    rows = method.count_step_models(0 if kept else local.num_moments)
+    return rows + _OF_A_STEP if rows else 0
 
 
 def available_bytes(device: str) -> int | None:

@@ -627,6 +627,7 @@ def _forecast_run(
     received = min(elsewhere, reads * len(task))
     if method.server:
         received = share * elsewhere
+    steps = _memory.count_step_copies(method, settings.local)
     return _memory.forecast_memory(
         clients=len(task),
         params=task.layout.size,
@@ -638,10 +639,12 @@ def _forecast_run(
             server=method.server,
             whole=settings.participation == 1,
             narrowed=not task.sharing.shares_all,
-            tracks=method.tracks,
+            # All models of a method that takes the steps itself are counted as those of steps.
+            tracks=1 if steps else method.tracks,
             train_first=(settings.order or method.order) == "train_first",
         )
         + judges
+        + steps
         # In virtual time: of rounds that have begun, and on the boards, where messages are also on
         # their way.
         + 3 * free

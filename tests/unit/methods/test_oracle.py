@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from coterie.errors import ConfigError
+from coterie.exchange.in_memory import InMemory
+from coterie.functional.selection import unpack_mask
+from coterie.methods import oracle
 from coterie.methods.local import Local
 from coterie.methods.oracle import Oracle
 from coterie.testing import tiny_federation
@@ -27,9 +30,9 @@ def test_oracle_reads_its_own_cluster_only(play, planted):
 def test_oracle_alone_in_its_cluster_is_local(play, planted):
     """Invariant 29: the singleton's models are those of local training, to the last bit."""
     federation = planted([3, 1])
-    oracle, local = play(Oracle(), federation).steps(3), play(Local(), federation).steps(3)
-    assert torch.equal(oracle.state.params[3], local.state.params[3])
-    assert not torch.equal(oracle.state.params[0], local.state.params[0])
+    ours, local = play(Oracle(), federation).steps(3), play(Local(), federation).steps(3)
+    assert torch.equal(ours.state.params[3], local.state.params[3])
+    assert not torch.equal(ours.state.params[0], local.state.params[0])
 
 
 def test_oracle_keeps_vehicles_and_animals_apart(play, planted):
@@ -54,6 +57,29 @@ def test_a_lost_message_is_of_no_cluster(play, planted, disturbed):
     assert [bin(byte) for (byte,) in run.memory.same.tolist()] == [
         "0b0", "0b101", "0b11", "0b0", "0b101000", "0b11000",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pairs", "asked"), [(10**6, [70]), (70 * 40, [40, 30]), (1, [8] * 8 + [6])]
+)
+def test_few_members_of_a_large_population_are_asked_at_once(
+    play, planted, monkeypatch, pairs, asked
+):
+    """Seventy clients in three clusters; whole bytes of the memory, which is the same in any case."""
+    monkeypatch.setattr(oracle, "_PAIRS_AT_ONCE", pairs)
+    federation, widths = planted([40, 25, 5]), []
+
+    class Counting(InMemory):
+        def pull(self, message, peers):
+            if "cluster" in message.fields:
+                widths.append(peers.shape[1])
+            return super().pull(message, peers)
+
+    memory = play(Oracle(), federation, exchange=Counting(federation.ids, 70)).memory
+    assert widths == asked
+    cluster = federation.truth.cluster
+    fellows = (cluster[:, None] == cluster) & ~torch.eye(70, dtype=torch.bool)
+    assert torch.equal(unpack_mask(memory.same, 70), fellows)
 
 
 def test_oracle_without_the_truth_is_refused(play):

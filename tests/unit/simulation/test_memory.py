@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from coterie import Settings, simulate
+from coterie.engine.task import LocalTraining
 from coterie.errors import ConfigError, OutOfMemory
 from coterie.methods import METHODS, base
 from coterie.methods.base import PeerMethod
@@ -84,6 +85,29 @@ def test_servers_second_models_and_training_first_take_further_copies():
     for server, copies in ((True, 1), (False, 0)):
         count = _memory.count_model_copies(server=server, **whole, narrowed=True)
         assert count == copies + 2, "what is sent and received apart from the models"
+
+
+@pytest.mark.parametrize(
+    ("method", "local", "copies"),
+    [
+        # The engine takes the steps, a few clients at a time.
+        (METHODS["fedavg"](), {}, 0),
+        # The adapted model and a gradient, Adam's two moments, and two temporaries of its step.
+        (METHODS["per-fedavg"](), {}, 2 + 2 + 2),
+        # Two models more on the way to the Hessian, and their gradients.
+        (METHODS["per-fedavg"](hessian="free"), {}, 6 + 2 + 2),
+        (METHODS["pfedme"](), {"optimizer": "sgd"}, 2 + 0 + 2),
+        # Two models, so two optimizers; those that are kept between rounds count elsewhere.
+        (METHODS["apfl"](), {}, 4 + 2 * 2 + 2),
+        (METHODS["apfl"](), {"persistent_client_optimizer": True}, 4 + 2),
+        (METHODS["apfl"](adaptive=True), {"optimizer": "sgd"}, 5 + 0 + 2),
+        # The gradient of the head and its optimizer.
+        (METHODS["dfedalt"](), {}, 1 + 2 + 2),
+    ],
+)
+def test_a_method_that_takes_the_steps_itself_holds_models_of_all_clients(method, local, copies):
+    local = {"optimizer": "adam", **local}
+    assert _memory.count_step_copies(method, LocalTraining(**local)) == copies
 
 
 def test_a_block_has_its_share_of_what_clients_remember_and_all_that_a_server_keeps():
