@@ -183,8 +183,8 @@ def compare_training(
     time_engine(vmap, "vmap, one update")
     engine = TritonEngine(layout, cross_entropy, x[:8], y[:8], precision)
     row["s, compile and check"] = engine.compile_seconds
-    for warps in (4, 8):
-        engine.program.warps = warps
+    for warps in engine.program.tiles:
+        engine.program.set_warps(warps)
         time_engine(engine, f"triton, {warps} warps")
     best = min(took for title, took in times.items() if title.startswith("triton"))
     # Of forward and backward; the update is not counted.

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _OPTIMIZERS = ("sgd", "adam", "adamw")
 # steps and clients of a trial, and how often it is repeated after a first time that compiles
 _STEPS, _CLIENTS, _REPEATS = 4, 256, 3
-_WARPS = (4, 8)  # groups of threads of a client that are tried
 
 
 class TritonEngine(Engine):
@@ -151,12 +150,12 @@ class TritonEngine(Engine):
         )  # fmt: skip
         rows = self.layout.own_values()[None].repeat(clients, 1)
         best, warps = float("inf"), self.program.warps
-        for tried in _WARPS:
-            self.program.warps = tried
-            seconds = _measure(self, rows, work)
+        for tried in self.program.tiles:
+            self.program.set_warps(tried)
+            seconds = self._measure_if_right(x, y, rows, work)
             if seconds < best:
                 best, warps = seconds, tried
-        self.program.warps = warps
+        self.program.set_warps(warps)
         usual = _measure(other, rows, work)
         if best < usual:
             return ""
@@ -164,6 +163,15 @@ class TritonEngine(Engine):
             f"in a trial the kernel took {1e3 * best:.3g} ms for {_STEPS} steps of {clients} "
             f"clients, and {other.name} {1e3 * usual:.3g} ms"
         )
+
+    def _measure_if_right(self, x: Tensor, y: Tensor, rows: Tensor, work: TrainingWork) -> float:
+        """Return the seconds of a training; infinity where the kernel fails or is wrong."""
+        try:
+            return _measure(self, rows, work) if agrees_with_module(self, x, y) else float("inf")
+        except Exception as error:  # of Triton, a compiler or the driver: another kernel may work
+            if OutOfMemory.matches(error):
+                raise
+            return float("inf")
 
 
 def _measure(engine: Engine, rows: Tensor, work: TrainingWork) -> float:

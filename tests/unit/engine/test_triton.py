@@ -259,6 +259,30 @@ def test_auto_takes_the_kernel_where_a_trial_says_that_it_is_faster(times):
     assert said in engine.reason
 
 
+def test_a_kernel_that_fails_or_is_wrong_in_a_trial_is_not_taken(times, monkeypatch):
+    """The kernel for more threads has other tiles: what the first one computed says little of it."""
+    times["triton", 8] = 0.1
+    step = programs.ClientProgram.step
+
+    def fail(self, rows, *rest):
+        if self.warps == 8:
+            raise RuntimeError("out of resource: shared memory")
+        return step(self, rows, *rest)
+
+    def move(self, rows, *rest):
+        before = rows.clone()
+        losses = step(self, rows, *rest)
+        if self.warps == 8:
+            rows.copy_(before + 1.05 * (rows - before))
+        return losses
+
+    for fault in (fail, move):
+        monkeypatch.setattr(programs.ClientProgram, "step", fault)
+        engine = make_engine("auto", *given(), WORK)
+        assert isinstance(engine, TritonEngine)
+        assert engine.program.warps == 4
+
+
 def test_auto_says_why_a_module_has_no_kernel_and_does_not_try_for_little_work(times, recwarn):
     engine = make_engine("auto", *given(nn.Sequential(nn.Linear(4, 3), Sorted())), WORK)
     assert "the module has no kernel: the operation sort is not known" in engine.reason

@@ -24,7 +24,6 @@ Name = Callable[[str], str]  # gives a text a name
 
 _MANY = 12  # operations of an expression above which it is computed once and stored
 _ENTRIES = 1024  # of a tile of an elementwise loop or a sum
-_LARGEST = 64  # rows or columns of a tile of a product
 _DEPTH = 32  # terms of a product that are added at once
 _LEAST = 16  # rows, columns or terms of a tile that a product takes
 
@@ -236,6 +235,7 @@ class KernelLowering:
         trace: the step.
         layout: of the module.
         samples: the most samples of a batch, for which tiles are chosen.
+        tile: rows or columns of a tile of a product, at most.
 
     Attributes:
         lines: the statements.
@@ -243,8 +243,8 @@ class KernelLowering:
         constants: what the module holds, one after another; frozen weights among it.
     """
 
-    def __init__(self, trace: Trace, layout: Layout, samples: int) -> None:
-        self.trace, self.layout, self.samples = trace, layout, samples
+    def __init__(self, trace: Trace, layout: Layout, samples: int, tile: int) -> None:
+        self.trace, self.layout, self.samples, self.tile = trace, layout, samples, tile
         self.lines: list[str] = []
         self.scratch: Size = 0
         self.constants: list[torch.Tensor] = []
@@ -397,8 +397,17 @@ class KernelLowering:
         self._loop(value.shape, made.dense, value)
         return made
 
-    def _reduce(self, value: KernelValue, axes: Sequence[int], kind: str) -> KernelValue:
-        """Return sums or largest entries over some axes, which stay with one entry."""
+    def _reduce(
+        self, value: KernelValue, axes: Sequence[int], kind: str, made_of: str = "{0}"
+    ) -> KernelValue:
+        """Return sums or largest entries over some axes, which stay with one entry.
+
+        Args:
+            value: what is added up.
+            axes: over which.
+            kind: "sum" or "max".
+            made_of: the text of what is kept, of the text of the sum.
+        """
         rank = len(value.shape)
         axes = sorted(axis % rank for axis in axes)
         kept = [axis for axis in range(rank) if axis not in axes]
@@ -420,6 +429,7 @@ class KernelLowering:
         empty, join, finish = "0.0", "{0} + {1}", "tl.sum({0}, 1)"
         if kind == "max":
             empty, join, finish = 'float("-inf")', "tl.maximum({0}, {1})", "tl.max({0}, 1)"
+        kept_text = made_of.format(finish.format(total))
         tile = f"({width}, {depth})"
         self.lines += [
             f"for {start} in range(0, {entries}, {width}):",
@@ -432,7 +442,7 @@ class KernelLowering:
             *self._named_lines(8),
             f"        {total} = {join.format(total, f'tl.where({inside}, {text}, {empty})')}",
             f"    {o}_out = {start} + tl.arange(0, {width})",
-            f"    tl.store({made.dense} + {o}_out, {finish.format(total)}, mask={o}_out < {entries})",
+            f"    tl.store({made.dense} + {o}_out, {kept_text}, mask={o}_out < {entries})",
             "tl.debug_barrier()",
         ]
         return made
@@ -447,7 +457,7 @@ class KernelLowering:
         self._loops += 1
         rows, columns, pairs = product.rows, product.columns, product.pairs
         terms = product.left.shape[-1]
-        high, wide = (max(_LEAST, self._block(size, _LARGEST)) for size in (rows, columns))
+        high, wide = (max(_LEAST, self._block(size, self.tile)) for size in (rows, columns))
         deep = max(_LEAST, self._block(terms, _DEPTH))
         top, left, under, total = map(self._name, ("top", "left", "under", "total"))
         m, k, q, c, a, b = map(self._name, ("m", "k", "q", "c", "a", "b"))
@@ -1018,16 +1028,11 @@ class KernelLowering:
     ) -> tuple[KernelValue, KernelValue]:
         """Return means, and 1 / sqrt(variance + eps)."""
         number = count_entries([x.shape[axis] for axis in axes])
-        mean = self.store(
-            self._map("({0} / {1})", self._reduce(x, axes, "sum"), number, dtype=torch.float32)
-        )
+        mean = self._reduce(x, axes, "sum", f"{{0}} / {number}")
         away = self._map("(({0} - {1}) * ({0} - {1}))", x, mean, dtype=torch.float32)
         # Rounded as PyTorch rounds: the quotient, the root, and 1 by it.
-        scale = self._map(
-            f"tl.div_rn(1.0, tl.sqrt_rn({{0}} / {{1}} + {eps!r}))",
-            self._reduce(away, axes, "sum"), number, cost=6, dtype=torch.float32,
-        )  # fmt: skip
-        return mean, self.store(scale)
+        text = f"tl.div_rn(1.0, tl.sqrt_rn({{0}} / {number} + {eps!r}))"
+        return mean, self._reduce(away, axes, "sum", text)
 
     def _normalized(
         self,
@@ -1059,22 +1064,35 @@ class KernelLowering:
             wanted: whether the gradient of the input, the weight and the bias is.
         """
         g = self._kept(g)
-        unit = self._kept(self._map("(({0} - {1}) * {2})", x, mean, scale, cost=2))
+        unit = self._map("(({0} - {1}) * {2})", x, mean, scale, cost=2)
         number = count_entries([x.shape[axis] for axis in inner])
+        product = self._map("({0} * {1})", g, unit)
         found: list[KernelValue | None] = [None] * 3
-        if wanted[0]:
-            own = g if weight is None else self._kept(self._map("({0} * {1})", g, weight))
-            one = self._reduce(own, inner, "sum")
-            two = self._reduce(self._map("({0} * {1})", own, unit), inner, "sum")
-            found[0] = self._map(
-                "({3} * ({0} - {1} / {5} - {2} * ({4} / {5})))", own, one, unit, scale, two, number,
-                cost=6,
-            )  # fmt: skip
+        sums: dict[int, KernelValue] = {}
         if wanted[1]:
-            product = self._map("({0} * {1})", g, unit)
-            found[1] = self._without(self._reduce(product, outer, "sum"), outer)
+            sums[1] = self._reduce(product, outer, "sum")
         if wanted[2]:
-            found[2] = self._without(self._reduce(g, outer, "sum"), outer)
+            sums[2] = self._reduce(g, outer, "sum")
+        for place, one in sums.items():
+            found[place] = self._without(one, outer)
+        if wanted[0]:
+            if [*inner] == [*outer]:
+                # The weight is the same in all that is added up.
+                one = sums[2] if wanted[2] else self._reduce(g, inner, "sum")
+                two = sums[1] if wanted[1] else self._reduce(product, inner, "sum")
+                factor = 1.0 if weight is None else weight
+                found[0] = self._map(
+                    "({3} * {6} * ({0} - {1} / {5} - {2} * ({4} / {5})))",
+                    g, one, unit, scale, two, number, factor, cost=7,
+                )  # fmt: skip
+            else:
+                own = g if weight is None else self._map("({0} * {1})", g, weight)
+                one = self._reduce(own, inner, "sum")
+                two = self._reduce(self._map("({0} * {1})", own, unit), inner, "sum")
+                found[0] = self._map(
+                    "({3} * ({0} - {1} / {5} - {2} * ({4} / {5})))",
+                    own, one, unit, scale, two, number, cost=6,
+                )  # fmt: skip
         return found
 
     def _op_native_layer_norm(

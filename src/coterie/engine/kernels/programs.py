@@ -2,7 +2,7 @@
 
 import hashlib
 import linecache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -66,11 +66,14 @@ class ClientProgram:
         text: the source of the kernel.
         together: whether a sample's loss depends on the others of its batch.
         flags: how products are computed, for the compiler.
-        warps: groups of 32 threads that compute a client.
+        warps: groups of 32 threads that compute a client; see `set_warps`.
 
     Raises:
         NotTraceableError: when the module cannot be traced, or does what no kernel here does.
     """
+
+    tiles: ClassVar[dict[int, int]] = {4: 32, 8: 64}
+    """Rows and columns of a tile of a product, at most, by `warps`: what their registers hold."""
 
     def __init__(
         self,
@@ -85,15 +88,18 @@ class ClientProgram:
         if layout.inputs:
             raise NotTraceableError("it has input buffers")
         traces = record(layout, objective, x, y, ImageLowering.knows)
-        trace = pool_before_activations(traces.train)
-        lowering = ImageLowering(trace, layout, _TYPICAL)
-        lowering.run()
+        self._trace = pool_before_activations(traces.train)
         self.layout, self.precision, self.together = layout, precision, traces.together
-        self.scratch = lowering.scratch
+        self.flags = {"BF16": precision == "bf16", "PRECISION": _PRECISIONS[precision]}
+        self.set_warps(min(self.tiles))
+
+    def set_warps(self, warps: int) -> None:
+        """Write the kernel for a number of threads of `tiles`."""
+        lowering = ImageLowering(self._trace, self.layout, _TYPICAL, self.tiles[warps])
+        lowering.run()
+        self.warps, self.scratch = warps, lowering.scratch
         self._constants = torch.cat([*lowering.constants, torch.zeros(1)])
         self.text = _HEAD + "".join(f"    {line}\n" for line in lowering.lines)
-        self.warps = 4
-        self.flags = {"BF16": precision == "bf16", "PRECISION": _PRECISIONS[precision]}
         self._kernel = _compile(self.text)
 
     def step(

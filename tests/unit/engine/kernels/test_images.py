@@ -56,17 +56,18 @@ class Pooled(nn.Module):
 
 
 class OfParameters(nn.Module):
-    """A convolution over a parameter, with a normalized kernel: both move in the step that reads them."""
+    """Convolutions over a parameter and with a centered kernel, which move in the step that reads them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.image, self.kernel = nn.Parameter(torch.ones(1, 2, 4, 5)), nn.Conv2d(2, 3, 2)
+        self.image = nn.Parameter(torch.linspace(0, 1, 40).reshape(1, 2, 4, 5))
+        self.kernel, self.other = nn.Conv2d(2, 3, 2), nn.Conv2d(2, 3, 2)
         self.head = nn.Linear(3 * 3 * 4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         w = self.kernel.weight
         w = w - w.mean((1, 2, 3), keepdim=True)
-        y = functional.conv2d(x, w, self.kernel.bias) + functional.conv2d(self.image, w)
+        y = functional.conv2d(x, w, self.kernel.bias) + self.other(self.image)
         return self.head(torch.tanh(y).flatten(1))
 
 

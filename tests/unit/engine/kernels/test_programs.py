@@ -123,6 +123,20 @@ def test_one_program_takes_batches_of_any_size(programs):
         assert_steps_are_those_of_torch(programs("mlp"), local, size, (6,), steps=1)
 
 
+def test_larger_tiles_of_more_threads_come_to_the_same(programs):
+    net, layout, program = programs("mlp")
+    before = program.text
+    program.set_warps(8)
+    assert program.text != before
+    try:
+        assert_steps_are_those_of_torch(
+            (net, layout, program), LocalTraining(optimizer="sgd", lr=0.5), 17, (6,), steps=1
+        )
+    finally:
+        program.set_warps(4)
+    assert program.text == before
+
+
 def test_numbers_are_predicted_by_the_squared_error(programs):
     local = LocalTraining(optimizer="sgd", lr=0.1)
     made = programs("layer norm", squared_error)
@@ -254,6 +268,7 @@ net = nn.Sequential(
 x, y = torch.randn(4, 36, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0])
 for precision in ("full", "tf32", "bf16"):
     program = ClientProgram(Layout(net), cross_entropy, x, y, precision)
+    program.set_warps({"full": 4, "tf32": 8, "bf16": 4}[precision])
     kernel = program._kernel
     kinds, fixed = {}, {name: name in ("ADAM", "NEAR") for name in kernel.arg_names if name.isupper()}
     fixed |= program.flags
@@ -268,7 +283,7 @@ for precision in ("full", "tf32", "bf16"):
         elif name in ("rows", "anchor", "first", "second", "numbers", "x", "losses", "scratch", "constants"):
             kinds[name] = "*fp32"
     source = ASTSource(kernel, signature=kinds, constexprs=fixed)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**LAUNCH, "num_warps": program.warps})
     assert made.asm["cubin"]
     print(precision, *sorted(set(re.findall(r"mma\\.sync\\S*?\\.f32\\.(\\w+)\\.", made.asm["ptx"]))))
 """
