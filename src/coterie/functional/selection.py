@@ -350,10 +350,13 @@ def ids_from_mask(chosen: Bool[Tensor, "clients population"]) -> Int[Tensor, "cl
         tensor([[ 1,  2],
                 [ 0, -1]])
     """
-    width = int(chosen.sum(1).max()) if len(chosen) else 0
-    # A stable sort keeps the chosen members in the order of ids.
-    order = torch.argsort((~chosen).to(torch.int8), dim=1, stable=True)[:, :width]
-    return torch.where(chosen.gather(1, order), order, -1)
+    # Row by row, in the order of ids.
+    rows, ids = chosen.nonzero(as_tuple=True)
+    counts = torch.bincount(rows, minlength=len(chosen))
+    first = counts.cumsum(0) - counts
+    out = torch.full((len(chosen), int(counts.max()) if len(chosen) else 0), -1)
+    out[rows, torch.arange(len(ids)) - first[rows]] = ids
+    return out
 
 
 def mask_of_others(

@@ -2,17 +2,19 @@
 
 import warnings
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie._util.settings import NonNegativeFloat, PositiveInt, Share
 from coterie.engine.task import Task
 from coterie.exchange.base import Inbox, Message
 from coterie.functional import aggregation, gaussian_mixture, selection, similarity
+from coterie.functional.member_lists import MemberLists
 from coterie.methods import dac
 from coterie.methods.base import (
     ROWS_AT_ONCE,
@@ -35,19 +37,20 @@ _PAIRS_AT_ONCE = 1 << 26  # entries of a mask of clients and members, of a byte 
 
 @final
 @dataclass(frozen=True)
-class PanmMemory:
+class PanmMemory(MemberLists):
     """The memory of each client.
 
     Args:
+        members: the bag $B_i$ of stage two, in stage one the neighbors; -1 behind the last.
         neighbors: the list $N_i$ of stage one; -1 behind the last.
-        bag: the bag $B_i$ of stage two; eight members in a byte, see `selection.pack_mask`.
         update: $g_i$, the change of the trained parameters in the last local training; without
             columns for PANMLoss.
         origin: $w^0$ where messages carry it; else without columns.
     """
 
+    fills: ClassVar[Mapping[str, int]] = {"members": -1}
+    members: Int[Tensor, "clients slots"]
     neighbors: Int[Tensor, "clients neighbors"]
-    bag: UInt8[Tensor, "clients bytes"]
     update: Float[Tensor, "clients update"]
     origin: Float[Tensor, "clients origin"]
 
@@ -57,28 +60,32 @@ class _Bags:
     """Bags of the hosted clients as masks, of a few clients at a time.
 
     Args:
-        packed: see `PanmMemory`.
+        members: see `PanmMemory`.
         population: number of clients in all.
     """
 
-    packed: UInt8[Tensor, "clients bytes"]
+    members: Int[Tensor, "clients slots"]
     population: int
 
     def inside(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, "rows population"]:
         """Return the members of the bags of some clients."""
-        return selection.unpack_mask(self.packed[rows], self.population)
+        return selection.mask_from_ids(self.members[rows].long(), self.population)
 
     def outside(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, "rows population"]:
         """Return all others."""
         return ~self.inside(rows)
 
 
-def _pack_by_rows(
+def _list_by_rows(
     clients: int, population: int, find: RowsOfMembers
-) -> UInt8[Tensor, "clients bytes"]:
-    """Return packed masks that a function finds for a part of the clients at a time."""
-    parts = torch.arange(clients).split(max(ROWS_AT_ONCE, _PAIRS_AT_ONCE // population))
-    return torch.cat([selection.pack_mask(find(rows)) for rows in parts])
+) -> Int[Tensor, "clients slots"]:
+    """Return the ids in masks that a function finds for a part of the clients at a time."""
+    parts = []
+    for rows in torch.arange(clients).split(max(ROWS_AT_ONCE, _PAIRS_AT_ONCE // population)):
+        parts.append(selection.ids_from_mask(find(rows)).to(torch.int32))
+    width = max(part.shape[1] for part in parts)
+    padded = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=-1) for part in parts]
+    return torch.cat(padded)
 
 
 @dataclass(frozen=True)
@@ -131,14 +138,19 @@ class Panm(PeerMethod):
         """Return a memory without neighbors."""
         update, origin = self.memory_widths(task)
         start = task.initial_models(rng)
-        nobody = torch.zeros(len(task.ids), (task.population + 7) // 8, dtype=torch.uint8)
+        nobody = torch.zeros(len(task.ids), 0, dtype=torch.int32)
         list_size = min(self.num_peers, max(0, task.population - 1))
         none = torch.full((len(task.ids), list_size), -1)
         # `zeros_like` and `clone` of a slice: views would keep the whole matrix of first models
         # alive.
         return PanmMemory(
-            none, nobody, torch.zeros_like(start[:, :update]), start[:, :origin].clone()
+            nobody, none, torch.zeros_like(start[:, :update]), start[:, :origin].clone()
         )
+
+    def count_list_bytes(self, rounds: int, others: int) -> int:
+        """See `Method.count_list_bytes`: each correction takes all candidates into the bag."""
+        taken = self.num_peers + self.num_candidates * -(-rounds // self.interval)
+        return torch.int32.itemsize * min(others, taken)
 
     def publish(self, task: Task, state: State, exchange: int = 0) -> Message:
         """Publish the model, and in the first exchange what the score needs with it."""
@@ -155,7 +167,7 @@ class Panm(PeerMethod):
         """Pull and score peers, match neighbors, pull the neighbors not read yet, average."""
         # The paper counts rounds from 1.
         memory, number = state.memory, rnd.index + 1
-        before, population = memory.bag, rnd.task.population
+        before, population = memory.members, rnd.task.population
         to_score, to_average = publish_all(self, rnd.task, state)
         early = number <= self.stage_one_rounds
         believed, candidates = self.choose_peers_to_score(
@@ -172,21 +184,18 @@ class Panm(PeerMethod):
             chosen = selection.select_best(
                 scores, slots, memory.neighbors.shape[1], scored.mask, first
             )
-            bag = _pack_by_rows(
-                len(chosen),
-                population,
-                lambda rows: selection.mask_from_ids(chosen[rows], population),
-            )
-            memory = replace(memory, neighbors=chosen, bag=bag)
+            memory = replace(memory, neighbors=chosen, members=chosen.to(torch.int32)).trim()
             # The new neighbors were scored, hence read: the second exchange sends no
             # request, but takes place.
             missing = chosen[:, :0]
         else:
             how = gaussian_mixture.MixtureOptions(self.em, self.component, self.monotone)
 
+            presumed = _Bags(before, population)
+
             def correct(rows: Tensor) -> Tensor:
                 return gaussian_mixture.correct_bags(
-                    selection.unpack_mask(before[rows], population),
+                    presumed.inside(rows),
                     slots[rows],
                     scores[rows],
                     first[rows],
@@ -196,8 +205,9 @@ class Panm(PeerMethod):
 
             # No slots: nobody was scored, and bags stay.
             if slots.shape[1]:
-                memory = replace(memory, bag=_pack_by_rows(len(slots), population, correct))
-            bags = _Bags(memory.bag, population)
+                listed = _list_by_rows(len(slots), population, correct)
+                memory = replace(memory, members=listed)
+            bags = _Bags(memory.members, population)
             chosen = draw_peers_uniformly(rnd, self.num_peers, bags.inside, found=True)
             # Only peers that answered: the second exchange asks the others again.
             read = torch.where(scored.mask, slots, -1)
@@ -222,7 +232,7 @@ class Panm(PeerMethod):
         if rnd.record_similarities:
             unscored = torch.full(missing.shape, torch.nan, dtype=torch.float64)
             drawn = self._draw_probabilities(
-                rnd, (before, memory.bag), (believed, candidates, missing), early
+                rnd, (before, memory.members), (believed, candidates, missing), early
             )
             report |= similarity_report(rnd, torch.cat([scores, unscored], dim=1), drawn)
         return replace(state, params=mixed, memory=memory), {**report, **cost}
@@ -264,7 +274,7 @@ class Panm(PeerMethod):
         # No slots: the first exchange takes place all the same, so that nodes stay in step.
         if not early and not due:
             return memory.neighbors[:, :0], memory.neighbors[:, :0]
-        bags = _Bags(memory.bag, rnd.task.population)
+        bags = _Bags(memory.members, rnd.task.population)
         candidates = draw_peers_uniformly(rnd, self.num_candidates, bags.outside, "candidates")
         if early:
             return memory.neighbors, candidates

@@ -21,6 +21,7 @@ from coterie.functional.selection import PeerKnowledge
 from coterie.methods.base import PeerMethod, ReadHistory, average_models
 from coterie.methods.dac import Dac
 from coterie.methods.fedper import DFedAlt
+from coterie.methods.panm import PanmLoss
 from coterie.methods.peer_table import DatedTable
 from coterie.methods.random_gossip import Random
 from coterie.simulation import _memory, run
@@ -241,6 +242,9 @@ def two_layers():
         (Random(num_peers=5, selection=RULE), {"rounds": 3, "acceptance": True}, (12 + 9) * 15),
         # In 4 of 400 rounds on average, and 5 standard deviations of 1.99 more: 14 rounds.
         (Random(num_peers=2, selection=RULE), {"rounds": 400, "participation": 0.01}, 12 * 28),
+        # Five neighbors of eight bytes, and ids of these and of ten more in each of two corrections.
+        (PanmLoss(), {"rounds": 11}, 8 * 5 + 4 * (5 + 20)),
+        (PanmLoss(interval=1), {"rounds": 11}, 8 * 5 + 4 * 39),
         (Dac(num_peers=2, selection=RULE), {"rounds": 9}, (8 + 1 + 4 + 4) * 40),
         (Dac(num_peers=2, selection=RULE, table=8), {"rounds": 9}, (4 + 8 + 1 + 4 + 4) * 9),
     ],

@@ -17,11 +17,16 @@ from coterie.testing import tiny_federation
 SHORT = {"num_peers": 2, "num_candidates": 3, "stage_one_rounds": 3, "interval": 2}
 
 
-def bag_of(memory):
-    """Who is in each client's bag, a column for each of the eight members in a byte."""
-    width = 8 * memory.bag.shape[1]
-    bits = [[byte >> bit & 1 for byte in row for bit in range(8)] for row in memory.bag.tolist()]
-    return torch.tensor(bits, dtype=torch.bool).reshape(-1, width)
+def bag_of(memory, population=None):
+    """Who is in each client's bag: a row for each, and a column for each member."""
+    number = len(memory.members)
+    bags = torch.zeros(number, population or number, dtype=torch.bool)
+    for row, members in enumerate(memory.members.tolist()):
+        number = sum(one >= 0 for one in members)
+        assert len(set(members[:number])) == number, "each once"
+        assert set(members[number:]) <= {-1}, "empty columns come last"
+        bags[row, members[:number]] = True
+    return bags
 
 
 def listed(row):
@@ -117,7 +122,7 @@ def test_a_neighbor_whose_first_message_was_lost_is_read_again(play, disturbed):
     assert info["peers"].shape[1] == 3 + 3 + 2, "a round that corrects the bag"
     assert not info["arrived"][:, :6].any()
     assert bool(info["arrived"][:, 6:].all())
-    assert torch.equal(state.memory.bag, run.memory.bag)
+    assert torch.equal(bag_of(state.memory), bag_of(run.memory))
     # all have as many samples
     expected = (run.state.params + run.state.params[info["peers"][:, 6:]].sum(1)) / 3
     torch.testing.assert_close(state.params, expected)
@@ -327,9 +332,9 @@ def test_the_bag_is_corrected_as_the_options_say(play, monkeypatch, options, sco
         lambda self, rnd, state, inbox: (known[inbox.peers.clamp(min=0)], {}),
     )
     run = play(method, tiny_federation(len(scores)))
-    start = torch.zeros(len(scores), len(scores), dtype=torch.bool)
-    start[0, bag] = True
-    memory = dataclasses.replace(run.memory, bag=selection.pack_mask(start))
+    start = torch.full((len(scores), len(bag)), -1, dtype=torch.int32)
+    start[0] = torch.tensor(bag)
+    memory = dataclasses.replace(run.memory, members=start)
     run.loop.state, run.loop.next_round = dataclasses.replace(run.state, memory=memory), 1
     state, _ = run.exchange()
     assert bag_of(state.memory)[0].nonzero().flatten().tolist() == expected
@@ -377,7 +382,8 @@ class PairsAtOnce(PanmLoss):  # pyright: ignore[reportGeneralTypeIssues]
     def choose_peers_to_score(self, rnd, memory, early, due):
         if not early and not due:
             return memory.neighbors[:, :0], memory.neighbors[:, :0]
-        bag, population = bag_of(memory)[:, : rnd.task.population], rnd.task.population
+        population = rnd.task.population
+        bag = bag_of(memory, population)
 
         def draw(purpose, allowed):
             noise = rnd.rng.gumbel(purpose, rnd.ids, population)
@@ -388,7 +394,7 @@ class PairsAtOnce(PanmLoss):  # pyright: ignore[reportGeneralTypeIssues]
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.6])
-def test_bags_of_bits_are_corrected_and_drawn_from_as_masks_of_all_pairs(
+def test_lists_of_members_are_corrected_and_drawn_from_as_masks_of_all_pairs(
     play, monkeypatch, participation
 ):
     """Corrections of a few clients at a time are those of all at once, with lost messages too."""
@@ -410,11 +416,11 @@ def test_bags_of_bits_are_corrected_and_drawn_from_as_masks_of_all_pairs(
         ours, reference = runs
         assert torch.equal(ours.state.params, reference.state.params)
         assert torch.equal(ours.infos[-1]["peers"], reference.infos[-1]["peers"])
-        assert torch.equal(ours.memory.bag, reference.memory.bag)
+        assert torch.equal(ours.memory.members, reference.memory.members)
         if corrected:
             blocks = -(-len(ours.infos[-1]["peers"]) // 4)
             assert len(corrected) == 2 * blocks, "of four clients at a time, in both runs"
             given = zip(*[one[:5] for one in corrected[:blocks]], strict=True)
             at_once = real(*map(torch.cat, given), corrected[0][5])
             if participation == 1:
-                assert torch.equal(bag_of(ours.memory)[:, :21], at_once)
+                assert torch.equal(bag_of(ours.memory), at_once)

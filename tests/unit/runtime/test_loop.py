@@ -398,7 +398,7 @@ def test_means_of_validation_are_over_the_clients_with_validation_data():
 
 
 def test_a_memory_of_another_form_is_not_read_as_todays(tmp_path, monkeypatch):
-    """PANM's bag once was a mask of members, and now is bits of bytes: the same name, other numbers."""
+    """PANM's bag is a list of ids; a mask of the same name has other numbers, and so has a single list."""
     federation, folder, load = tiny_federation(), tmp_path / "run", checkpoint._load_tensors
     method = PanmLoss(num_peers=1, num_candidates=2, stage_one_rounds=1, interval=1)
     mask = torch.zeros(6, federation.population, dtype=torch.bool)
@@ -412,14 +412,14 @@ def test_a_memory_of_another_form_is_not_read_as_todays(tmp_path, monkeypatch):
     for other, said in (
         (
             mask,
-            r"bag' as torch\.bool with 2 axes; expected torch\.uint8 with 2 axes: it was written",
+            r"members' as torch\.bool with 2 axes; expected torch\.int32 with 2 axes: it was written",
         ),
-        (mask.byte()[None], r"as torch\.uint8 with 3 axes; expected torch\.uint8 with 2 axes"),
+        (mask.int()[None], r"as torch\.int32 with 3 axes; expected torch\.int32 with 2 axes"),
     ):
         monkeypatch.setattr(
             checkpoint,
             "_load_tensors",
-            lambda *of, bag=other: {**load(*of), "state.memory.bag": bag},
+            lambda *of, bag=other: {**load(*of), "state.memory.members": bag},
         )
         with pytest.raises(CheckpointError, match=said):
             run(3)

@@ -310,8 +310,7 @@ def test_panm_one_after_another_is_the_plain_loop(kind, candidates, schedule, or
         np.testing.assert_allclose(
             loop.state.params.numpy(), np.array(plain.models), rtol=0, atol=1e-10
         )
-        packed = loop.state.memory.bag.tolist()
-        bags = [{m for m in range(8 * len(row)) if row[m // 8] >> m % 8 & 1} for row in packed]
+        bags = [set(row) - {-1} for row in loop.state.memory.members.tolist()]
         assert bags == plain.bags
         sizes |= {len(bag) for bag in bags}
     assert len(sizes) > 1, "corrections changed bags"
