@@ -46,6 +46,7 @@ SIZE = 400_000  # bytes of a model
 DEADLINE = 10.0
 SECONDS = 12.0  # of an attack
 CONNECTIONS = 1500
+MANY = 100  # links of one member
 Stop = Callable[[], bool]
 Attack = Callable[[Path, Stop], None]
 
@@ -248,6 +249,25 @@ def presence(folder: Path, stop: Stop) -> None:
     _questions(folder, stop, "Presence", lambda n: outlaw.question("local", here=n % 2 == 0))
 
 
+def many_links(folder: Path, stop: Stop) -> None:
+    """A member opens links without end, each with a question that waits, and opens again those that are closed."""
+    who, _, own = netlab.credentials(folder, ATTACKER)
+    with ExitStack() as stack:
+        channels = [
+            stack.enter_context(outlaw.channel_to(own, who.members[0])) for _ in range(MANY)
+        ]
+        open_: dict[int, Any] = {}
+        while not stop():
+            for number, channel in enumerate(channels):
+                if number not in open_ or open_[number].done():
+                    ask = channel.unary_stream(f"/{outlaw.SERVICE}/Message")
+                    open_[number] = ask(outlaw.message("local", 1 << 20, 0, wait=60.0), timeout=60)
+                    threading.Thread(target=_read, args=(open_[number],), daemon=True).start()
+            threading.Event().wait(0.1)
+        for call in open_.values():
+            call.cancel()
+
+
 def handshakes(folder: Path, stop: Stop) -> None:
     """A member connects anew for every question."""
     who, _, own = netlab.credentials(folder, ATTACKER)
@@ -271,6 +291,7 @@ ATTACKS: dict[str, Attack] = {
         questions_that_cannot_be_read,
         large_questions,
         presence,
+        many_links,
         handshakes,
     )
 }

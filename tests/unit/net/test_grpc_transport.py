@@ -6,6 +6,7 @@ import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -589,6 +590,26 @@ def test_where_everybody_wants_everybody_all_questions_are_answered(port):
         assert max(len(node.incoming) for node in nodes) <= 2
         for post in posts:
             post.close()
+
+
+@pytest.mark.parametrize("why", ["for another", "while it is asked"])
+def test_a_question_whose_link_was_closed_is_asked_again(port, why):
+    """n1 waits for a message, and n2 needs the only place; or the connection ends under the question."""
+    with crowd(port, 3, 1) as (a, b, c), ThreadPoolExecutor(1) as pool:
+        who, keys = local.make_members([[0], [1], [2]], port=port)
+        template = Template({"params": (torch.float32, (4,))})
+        reader = Post(b, who, local.make_signer(keys[1]))
+        waiting = pool.submit(reader.fetch, "n0", Address(0, 0, 0), template, 20.0)
+        until(lambda: a.outbox.current_load[1] == 1)
+        if why == "for another":
+            assert c.ask_head("n0", "1", 5.0) == b"here"
+        else:
+            incoming.close_connections(a._port, list_connections(a._port) or ())
+        sender = Post(a, who, local.make_signer(keys[0]))
+        sender.publish({"params": torch.ones(4)}, Address(0, 0, 0))
+        assert isinstance(waiting.result(30), Delivery)
+        for one in (reader, sender):
+            one.close()
 
 
 def test_a_link_that_made_room_is_dialed_again_when_it_is_needed_and_not_before(port):

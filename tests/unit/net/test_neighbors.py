@@ -35,6 +35,10 @@ class Counting(InProcess):
     def __init__(self, hub: Hub, name: str) -> None:
         super().__init__(hub, name)
         self.asked: dict[str, int] = defaultdict(int)
+        self.preferred: list[set[str]] = []
+
+    def prefer_members(self, names):
+        self.preferred.append(set(names))
 
     def ask_head(self, peer, nonce, deadline):
         self.asked[peer] += 1
@@ -102,6 +106,25 @@ def test_nodes_with_views_have_the_bytes_of_the_simulation(network, method):
         assert torch.equal(node.loop.state.params[0], expected.params[number]) or torch.equal(
             node.loop.tracker.best[0], expected.params[number]
         )
+
+
+def test_a_node_prefers_links_from_the_members_that_read_it(network):
+    """Who is in whose view is mutual, and Random reads nobody else."""
+    nodes = network(Random(num_peers=2), 14, range(14))
+    nodes.run()
+    preferred = {}
+    for number, node in nodes.nodes.items():
+        assert isinstance(node.transport, Counting)
+        preferred[f"n{number}"] = node.transport.preferred
+    for index in range(4):
+        for name, rounds in preferred.items():
+            assert len(rounds) == 4
+            assert 1 <= len(rounds[index] - {name}) <= VIEWS["view"]
+            assert all(name in preferred[other][index] for other in rounds[index])
+    for number, node in nodes.nodes.items():
+        edges = node.loop.record.edges
+        for index, read in zip(edges["round"], edges["read"], strict=True):
+            assert index < 0 or f"n{number}" in preferred[f"n{read}"][index]
 
 
 def test_few_of_many_find_each_other_and_finish_together(network):
