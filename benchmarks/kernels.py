@@ -9,9 +9,9 @@ time or a share of its peak in float32; `--peak` is that of another device. Then
 of each optimizer for all clients by PyTorch's operations and by the one kernel, with the bandwidth
 that it reaches, and how far the two differ. At last the same training in shorter precisions, and
 with fewer clients. Each time is the median of some repeats after one that does not count; what
-fails is a row with its error, and what there is no time for is a row that says so. No GPU has run
-it yet. Without one it tries itself out on a CPU, where Triton interprets (`TRITON_INTERPRET=1`) and
-times mean nothing:
+fails is a row with its error, and what there is no time for is a row that says so: nothing begins
+after three minutes. No GPU has run it yet. Without one it tries itself out on a CPU, where Triton
+interprets (`TRITON_INTERPRET=1`) and times mean nothing:
 
     TRITON_INTERPRET=1 python -m benchmarks.kernels --device cpu --clients 2 --models linear --sizes 1500 --repeats 1 --out kernels.json
 """
@@ -250,7 +250,9 @@ def main() -> None:
     parser.add_argument(
         "--peak", type=float, default=67.0, help="of the device in float32, TFLOP/s; 67: an H100"
     )
-    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument(
+        "--seconds", type=float, default=180, help="after which nothing more begins"
+    )
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     try:

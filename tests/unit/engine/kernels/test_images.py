@@ -183,7 +183,7 @@ def test_pooling_and_its_gradients_are_those_of_pytorch(name):
     )
 
 
-def test_a_number_that_is_none_and_windows_of_minus_infinity_are_pooled_as_by_pytorch():
+def test_what_is_no_number_is_the_largest_of_a_window_as_for_pytorch():
     net, layout, program = make(lambda: Pooled((1, 2, 4), nn.MaxPool2d(2)), (1, 2, 4))
     x = torch.tensor([[1.0, 2.0, float("nan"), 1.0], [3.0, 4.0, 2.0, 9.0]])[None, None, None]
     y, rows = torch.tensor([[1]]), layout.own_values()[None].clone()
