@@ -287,7 +287,7 @@ def main() -> None:
     parts = {
         "forecast": ("data", "engine", "methods", "simulation"),
         "workers": ("data", "simulation"),
-        "methods": ("engine", "exchange", "methods", "simulation"),
+        "methods": ("engine", "exchange", "functional", "methods", "simulation"),
     }
     seeds = range(4) if arguments.part == "workers" else (0,)
     write_results(

@@ -21,7 +21,13 @@ NAME = "tables/gate"
 MOST_LOST = 0.01
 """Accuracy that a table may lose against all pairs: one point."""
 DENSE, TABLES = "all pairs", ("table", "table, one explored")
+OPENINGS = {"table": "With a table", "table, one explored": "With a table and `explore = 1`"}
 BESIDE = ("random", "oracle")
+MEMORY, REMEMBERING = (
+    "performance/memory-methods",
+    ("dac", "dac, table = 64", "dac, table = 64, own rule", "random", "random, own rule"),
+)
+"""The stored memory of methods, and those of the page."""
 READS = "own cluster, last rounds"
 
 HEAD = """<!-- made by scripts/peer_tables.py; do not edit -->
@@ -38,6 +44,20 @@ rule of the cluster), *labels* (handwritten digits, whose classes the cluster pe
 permutes; an MLP with 32 hidden units, the others a linear model). All take part in every round; with 10 % away, others in each, where
 the table says so. The settings of DAC are its defaults, five peers a round, and no setting was tuned. The rule that fills a table and
 `explore` were chosen with seed 0, which is not here. The clients' digits are drawn from 1,500, so that some have samples in common.
+"""
+SAVED = """## What it saves, and what a rule of yours takes
+
+Memory of a run in KiB a client, as it is forecast before the first round, and in brackets what the process grew by where the run was made
+([how it was measured](../reference/performance.md#memory-of-all-methods-by-population)). Where ten times the clients leave a
+number as it is, memory grows with the clients; where they make it ten times as large, with their pairs. A table computes 30 MB for some
+clients at a time, however many there are, which counts for 1,000 clients.
+
+{table}
+
+*Own rule* is a [selection rule of yours](../how-to/own-aggregation.md), which chooses the peers that a client reads. It is asked with what the table
+holds; without a table (Random, DFedAlt) with a list of the members that the client has read, 12 bytes for each, so that nothing is forgotten and the
+list grows with the rounds (here two, of five reads each). DAC without a table remembers all pairs, with a rule or without. Time is another matter:
+for each client of each round a rule is given, and returns, a number for each member, so it grows with the pairs.
 """
 
 
@@ -138,8 +158,8 @@ def describe_gate(groups: Mapping[Setting, Any], name: str) -> str:
     """Return in a sentence whether a table keeps within a point everywhere."""
     failed, tried = find_failures(groups, name)
     if not failed:
-        return f"A {name} keeps it in all {tried} settings."
-    return f"A {name} fails in {len(failed)} of {tried} settings."
+        return f"{OPENINGS[name]} it is reached in all {tried} settings."
+    return f"{OPENINGS[name]} it is missed in {len(failed)} of {tried} settings."
 
 
 def list_lessons(groups: Mapping[Setting, Any]) -> str:
@@ -148,11 +168,11 @@ def list_lessons(groups: Mapping[Setting, Any]) -> str:
     for name in TABLES:
         for setting in find_failures(groups, name)[0]:
             lost = format_points(list_differences(groups[setting], name))
-            lines.append(f"* A {name} is worse by {lost} points: {name_setting(setting)}.")
+            lines.append(f"* {OPENINGS[name]}, {name_setting(setting)}: {lost} points.")
     gains = {setting: list_differences(methods, TABLES[0]) for setting, methods in groups.items()}
     best = max(gains, key=lambda setting: sum(gains[setting]))
     lines.append(
-        f"* Its largest gain is {format_points(gains[best])} points: {name_setting(best)}."
+        f"* The largest gain, with a table, {name_setting(best)}: {format_points(gains[best])} points."
     )
     return "\n".join(lines)
 
@@ -168,15 +188,36 @@ def list_seen(groups: Mapping[Setting, Any]) -> tuple[int, int]:
     return blind, len(failed)
 
 
+def show_memory(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of forecasts and measured memory."""
+    by_method, sizes = {row["method"]: row for row in rows}, ("1,000", "10,000", "100,000")
+    lines = []
+    for name in REMEMBERING:
+        line = [name]
+        for size in sizes:
+            found = f"{by_method[name][f'{size} clients: forecast, KiB a client']:,.1f}"
+            if (measured := by_method[name].get(f"{size} clients: measured")) is not None:
+                found += f" ({measured:,.1f})"
+            line.append(found)
+        lines.append(line)
+    return table(["", *(f"{size} clients" for size in sizes)], lines)
+
+
+def describe_source(name: str, origin: Mapping[str, Any]) -> str:
+    """Return how a stored result was made."""
+    age = told(name, origin).replace("(stored-results.md)", "(../reference/stored-results.md)")
+    machine = origin["machine"]
+    return f"`{origin['command']}`, Python {machine['python']}, torch {machine['torch']}. {age}\n"
+
+
 def page() -> str:
     """Return the page."""
+    memory = json.loads((STORED / f"{MEMORY}.json").read_text("utf-8"))
     stored = json.loads((STORED / f"{NAME}.json").read_text("utf-8"))
     origin, groups = stored["origin"], group_rows(stored["results"])
     seeds = len(next(iter(groups.values()))[DENSE])
     verdict = " ".join(describe_gate(groups, name) for name in TABLES)
     blind, failed = list_seen(groups)
-    age = told(NAME, origin).replace("(stored-results.md)", "(../reference/stored-results.md)")
-    machine = origin["machine"]
     parts = [
         HEAD.format(verdict=verdict),
         f"## Accuracy against all pairs\n\nThe mean difference over {seeds} seeds in points of test accuracy, in brackets the lowest "
@@ -185,14 +226,17 @@ def page() -> str:
         "## Reads from the own cluster\n\nThe share of reads from the own cluster in the last five rounds, and the accuracy, both in "
         "percent. In addition: gossip with members drawn uniformly, and with the planted cluster.\n\n"
         f"{show_reads(groups)}\n",
-        f"## What to take from it\n\n{list_lessons(groups)}\n\n"
-        f"In {blind} of the {failed} settings in which a table fails, DAC with all pairs reads its own cluster at most twice as often as by "
+        "## What to take from it\n\nWhere more than a point is lost, and where most is gained:\n\n"
+        f"{list_lessons(groups)}\n\n"
+        f"In {blind} of the {failed} settings in which a table loses more, DAC with all pairs reads its own cluster at most twice as often as by "
         "chance: it has not found the clusters either, and is gossip with nearly uniform peers. The likely reason for the loss: a full table "
         "reads the same few models again and again, so that fewer are averaged. Where clusters are found, a client with a table reads its own "
         "far more often. `explore = 1` gives up much of the gains for smaller losses. So take a table where the memory of all pairs does "
         "not fit, or where clusters have hundreds of members; and look at the reads in the report: "
         "near chance they say that neither way has found anything.\n",
-        f"`{origin['command']}`, Python {machine['python']}, torch {machine['torch']}. {age}\n",
+        describe_source(NAME, origin),
+        SAVED.format(table=show_memory(memory["results"])),
+        describe_source(MEMORY, memory["origin"]),
     ]
     return "\n".join(parts)
 

@@ -368,9 +368,12 @@ def squared_distances(
     points: Float[Tensor, "clients params"], centers: Float[Tensor, "clusters params"]
 ) -> Float[Tensor, "clients clusters"]:
     """Squared Euclidean distances, summed in float64."""
-    # Center by center: no array of clients x clusters x params exists.
-    found = [(points - center).square().sum(1, dtype=torch.float64) for center in centers]
-    return torch.stack(found, dim=1)
+    parts = [torch.zeros(0, len(centers), dtype=torch.float64, device=points.device)]
+    # Center by center and a few points at a time: no second array of clients x params exists.
+    for some in points.split(_ROWS_AT_ONCE):
+        found = [(some - center).square_().sum(1, dtype=torch.float64) for center in centers]
+        parts.append(torch.stack(found, dim=1))
+    return torch.cat(parts)
 
 
 def k_means(

@@ -37,7 +37,7 @@ def test_a_method_that_refuses_a_population_has_no_forecast():
     assert memory.told(data, METHODS["local"](), settings) is not None
 
 
-def test_the_stored_forecasts_are_within_a_factor_of_two_and_a_half():
+def test_the_stored_forecasts_are_within_a_factor_of_two():
     """Of 10,000 clients and more, where the steps of the heap are small; and pairs show where there are any."""
     rows = {row["method"]: row for row in json.loads(STORED.read_text("utf-8"))["results"]}
     assert set(METHODS) < set(rows)
@@ -47,11 +47,17 @@ def test_the_stored_forecasts_are_within_a_factor_of_two_and_a_half():
             if f"{clients} clients: measured" in row:
                 ratio = row[f"{clients} clients: measured"]
                 ratio /= row[f"{clients} clients: forecast, KiB a client"]
-                assert 0.4 < ratio < 2.5, (row["method"], clients)
+                assert 0.5 < ratio < 2, (row["method"], clients)
                 checked += 1
     assert checked >= 25
     name = "{} clients: forecast, KiB a client"
-    for kind, growth in (("dac", 7), ("pens", 1), ("dac, table = 64", 1)):
+    for kind, growth in (
+        ("dac", 7),
+        ("pens", 1),
+        ("panm-loss", 1),
+        ("dac, table = 64", 1),
+        ("random, own rule", 1),
+    ):
         assert rows[kind][name.format("10,000")] / rows[kind][name.format("1,000")] == (
             pytest.approx(growth, rel=0.15)
         )

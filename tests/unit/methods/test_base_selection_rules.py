@@ -342,3 +342,27 @@ def test_exploring_is_not_for_a_rule():
     with pytest.raises(ConfigError, match=r"explore is 1; expected 0 with a selection rule"):
         Dac(num_peers=2, table=4, explore=1, selection=RULE)
     assert dataclasses.replace(Dac(num_peers=2, table=4, selection=RULE)).table == 4
+
+
+def test_a_comparison_without_reading_keeps_the_date_of_the_last_read():
+    """Client 4 knows 2, read twice and last in round 6; its sketch says another similarity now."""
+    ids = torch.tensor([[2, 4, -1]], dtype=torch.int32)
+    before = DatedTable(
+        ids,
+        torch.tensor([[0.5, 0.0, 0.0]], dtype=torch.float64),
+        torch.tensor([[2, 3, 0]], dtype=torch.int8),
+        torch.tensor([[2, 0, 0]], dtype=torch.int32),
+        torch.zeros(1, 0),
+        torch.tensor([[6, -1, -1]], dtype=torch.int32),
+    )
+    after = before.with_measurements(
+        torch.tensor([[2, 3]]),
+        torch.tensor([[0.25, 0.75]], dtype=torch.float64),
+        torch.ones(1, 2, dtype=torch.bool),
+        reads=False,
+    )
+    known = after.recall(0, 6)
+    assert known.count.tolist() == [0, 0, 2, 0, 0, 0]
+    assert known.last.tolist() == [-1, -1, 6, -1, -1, -1]
+    assert known.similarity.tolist() == [0, 0, 0.25, 0.75, 0, 0]
+    assert known.status.tolist() == [0, 0, 2, 2, 0, 0], "the client itself is no peer"

@@ -56,7 +56,7 @@ def test_a_setting_fails_where_the_mean_of_the_seeds_loses_more_than_a_point(mad
     assert "**" not in made["show_differences"](groups)
     worse = made["group_rows"]([*rows_of("all pairs", 0.5, 0.6), *rows_of("table", 0.495, 0.583)])
     assert made["find_failures"](worse, "table") == (list(worse), 1)
-    assert "fails in 1 of 1" in made["describe_gate"](worse, "table")
+    assert "missed in 1 of 1" in made["describe_gate"](worse, "table")
     assert "**-1.1 (-1.7 to -0.5)**" in made["show_differences"](worse)
 
 
@@ -66,3 +66,18 @@ def test_a_failure_is_without_clusters_found_up_to_twice_the_share_of_chance(mad
         dense = rows_of("all pairs", 0.5, clusters=200, reads=reads)
         groups = made["group_rows"]([*dense, *rows_of("table", 0.4, clusters=200)])
         assert made["list_seen"](groups) == (blind, 1)
+
+
+def test_memory_is_the_forecast_with_what_was_measured_in_brackets(made):
+    forecast = "{} clients: forecast, KiB a client"
+    rows = [
+        {
+            "method": name,
+            **{forecast.format(size): 1234.56 for size in ("1,000", "10,000", "100,000")},
+        }
+        for name in made["REMEMBERING"]
+    ]
+    rows[-1]["10,000 clients: measured"] = 0.96
+    lines = made["show_memory"](rows).splitlines()
+    assert lines[2] == "| dac | 1,234.6 | 1,234.6 | 1,234.6 |"
+    assert lines[-1] == "| random, own rule | 1,234.6 | 1,234.6 (1.0) | 1,234.6 |"
