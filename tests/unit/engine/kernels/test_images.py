@@ -222,6 +222,10 @@ def test_what_no_kernel_convolves_is_refused_by_name(net, features, why):
 # ---------------------------------------------------------------------- indices
 
 
+def join(given):
+    return "-".join(map(str, given))
+
+
 def evaluate(found, names):
     """Return the place that a rule found, or None where a condition does not hold."""
     place, needed = found
@@ -234,7 +238,7 @@ def as_is(text):
 
 
 @pytest.mark.parametrize(
-    "given", list(itertools.product((5, 8), (1, 2, 3), (1, 2, 3), (0, 1), (1, 2))), ids=str
+    "given", list(itertools.product((5, 8), (1, 2, 3), (1, 2, 3), (0, 1), (1, 2))), ids=join
 )
 def test_windows_are_found_from_their_entries_and_the_other_way_round(given):
     size, kernel, stride, padding, dilation = given
@@ -267,7 +271,7 @@ def test_windows_are_found_from_their_entries_and_the_other_way_round(given):
         assert near == {(window, place) for window, _tap, place in wanted}
 
 
-@pytest.mark.parametrize("given", list(itertools.product((3, 6, 7), (1, 2, 3, 5))), ids=str)
+@pytest.mark.parametrize("given", list(itertools.product((3, 6, 7), (1, 2, 3, 5))), ids=join)
 def test_areas_are_those_of_pytorch(given):
     size, out = given
     axis = Areas(size, out)
