@@ -26,7 +26,14 @@ from coterie.errors import TransportError
 from coterie.net import identity as identities
 from coterie.net.awake import AwakeClock
 from coterie.net.identity import Identity
-from coterie.net.incoming import LEAST, IncomingLinks, Visit, close_connections, list_connections
+from coterie.net.incoming import (
+    CONNECTIONS,
+    LEAST,
+    IncomingLinks,
+    Visit,
+    close_connections,
+    list_connections,
+)
 from coterie.net.log import RateLimit, Sample
 from coterie.net.outbox import REASONS, Missing
 from coterie.net.payload import Refused, escape_text, parse_strict_json
@@ -219,6 +226,7 @@ class GrpcServer:
                 ("grpc.http2.bdp_probe", 0),
                 ("grpc.http2.lookahead_bytes", window),
                 ("grpc.max_concurrent_streams", 8 * calls),
+                ("grpc.max_allowed_incoming_connections", CONNECTIONS),
                 # The library closes links that ping more often than this: the shortest interval
                 # that `_link_options` asks for must be allowed.
                 ("grpc.http2.min_ping_interval_without_data_ms", 500),

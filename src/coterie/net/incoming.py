@@ -24,6 +24,8 @@ LEAST = 32
 """Links for which there is room, however few members a process needs."""
 STRANGERS = 2048
 """Connections without a call that stay open; of more, the oldest are closed."""
+CONNECTIONS = 16_384
+"""Connections of all kinds beyond which the library takes none: each costs some 80 kB."""
 SILENT = 20.0
 """Seconds after which a connection without a call is closed: a handshake may take ten."""
 
@@ -130,6 +132,8 @@ class IncomingLinks:
             several.update(one.member for one in links)
             # Preferred members make room for each other alone.
             others = [one for one in links if one.member not in self.preferred]
+            if not others and new.member not in self.preferred:
+                return False
             first = min(others or links, key=lambda one: self._rank(one, several[one.member] > 1))
             # What is being sent ends soon by itself, and makes room for nobody who is needed less.
             needed = new.member in self.preferred and bool(others)
@@ -196,16 +200,32 @@ def _iterate_connections(port: int) -> Iterator[tuple[str, socket.socket]]:
     at any moment, and another may get its number.
     """
     for name in os.listdir("/dev/fd"):
-        with suppress(OSError, ValueError):
-            number = int(name)
-            if not stat.S_ISSOCK(os.fstat(number).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(number)) as found:
-                if found.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                if found.getsockname()[1] == port:
-                    host, at = found.getpeername()[:2]
-                    yield normalize_peer(f"{host}:{at}"), found
+        if (found := _copy_socket(int(name))) is None:
+            continue
+        with found, suppress(OSError):
+            if found.getsockname()[1] == port:
+                host, at = found.getpeername()[:2]
+                yield normalize_peer(f"{host}:{at}"), found
+
+
+def _copy_socket(number: int) -> socket.socket | None:
+    """Return a copy of a file of this process that is a socket of the internet; else None."""
+    try:
+        # First: to close a copy of a regular file would give up locks of this process on it.
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            return None
+        copy = os.dup(number)
+    except OSError:
+        return None
+    try:
+        found = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        return None
+    if found.family in (socket.AF_INET, socket.AF_INET6):
+        return found
+    found.close()
+    return None
 
 
 def list_connections(port: int) -> set[str] | None:
@@ -221,8 +241,9 @@ def list_connections(port: int) -> set[str] | None:
 
 def close_connections(port: int, peers: Collection[str]) -> None:
     """Close connections that came in at a port, by the address of the other side."""
-    with suppress(OSError):
+    with suppress(OSError):  # where the system does not say what is open
         for peer, found in _iterate_connections(port):
             if peer in peers:
-                # Of the connection itself: the library sees its end, and closes its own file.
-                found.shutdown(socket.SHUT_RDWR)
+                with suppress(OSError):  # it has just ended
+                    # Of the connection: the library sees its end, and closes its own file.
+                    found.shutdown(socket.SHUT_RDWR)

@@ -690,6 +690,19 @@ def test_connections_without_a_call_are_closed(plain, monkeypatch):
     assert len(a.incoming) == 1
 
 
+def test_the_library_takes_a_bounded_number_of_connections(port, monkeypatch):
+    monkeypatch.setattr(grpc_server, "CONNECTIONS", 5)
+    with crowd(port, 2, 6) as (a, b):
+        assert b.ask_head("n0", "1", 2.0) == b"here"
+        held = [socket.create_connection(a.roster.members[0].host_and_port) for _ in range(30)]
+        until(lambda: count_links(a) == 5)
+        threading.Event().wait(0.3)
+        assert count_links(a) == 5
+        assert b.ask_head("n0", "1", 2.0) == b"here", "links that are open go on"
+        for one in held:
+            one.close()
+
+
 async def _restart_sweep_of_silence(node: GrpcTransport) -> None:
     node._silence.cancel()
     node._silence = asyncio.create_task(node._close_silent_connections())

@@ -132,6 +132,17 @@ def test_where_all_are_preferred_no_answer_is_cut_off():
     assert not door.call("c")
 
 
+def test_where_all_are_preferred_others_come_again_later():
+    door = Door(2)
+    door.links.preferred = {"a", "b", "c"}
+    door.call("a", ends=True)
+    door.call("b", ends=True)
+    assert not door.call("enemy")
+    assert door.open >= {"a/0", "b/0"}
+    assert door.call("c")
+    assert "a/0" not in door.open
+
+
 def test_connections_that_have_ended_need_no_room():
     door = Door(3)
     for name in ("a", "b", "c"):
