@@ -335,7 +335,7 @@ class NewestMessages:
     def _end(self, name: str, seconds: float, reason: str) -> None:
         """Note that all questions to a member have ended; the lock is held."""
         del self._busy[name]
-        if reason in ("timeout", "unreachable", "busy"):
+        if reason in ("timeout", "unreachable", "busy", "full"):
             return
         self._silent.discard(name)
         self._times.setdefault(name, deque(maxlen=_TIMES)).append(seconds)

@@ -498,6 +498,21 @@ def test_a_member_cannot_stretch_the_wait_for_it_by_answering_later_and_later(re
     assert newest._patience("n1") == 0.25, "time for a busy machine"
 
 
+@pytest.mark.parametrize(
+    ("reason", "counts"),
+    [("", True), ("not_ready", True), ("timeout", False), ("busy", False), ("full", False)],
+)
+def test_a_question_that_found_no_room_says_nothing_of_how_fast_its_member_is(
+    readers, reason, counts
+):
+    newest = readers().exchange.newest
+    newest._silent.add("n1")
+    newest._busy["n1"] = {}
+    newest._end("n1", 2.0, reason)
+    assert list(newest._times.get("n1", ())) == ([2.0] if counts else [])
+    assert ("n1" in newest._silent) == (not counts)
+
+
 def test_an_error_of_this_program_is_raised_and_the_member_is_asked_again(readers, monkeypatch):
     reader = readers()
     reader.send(1)
