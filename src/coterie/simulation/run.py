@@ -45,6 +45,7 @@ from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
 from coterie.runtime.taken_home import check_models_home
 from coterie.runtime.task import make_task
+from coterie.runtime.virtual_time import Clock
 from coterie.simulation import _memory, attackers
 from coterie.simulation._phases import check_phases
 from coterie.simulation._sequential import select_loop
@@ -667,19 +668,30 @@ def _growing_lists(task: Task, method: Method, settings: Settings) -> int:
 
     Every client that judges refuses every model that it reads, each time another peer's.
     """
-    share = settings.participation
-    if share > 1:  # a count of clients
-        share /= task.population
-    # Lists are as wide as that of the client that took part most often: of a million clients, one
-    # is in five standard deviations more than the mean.
-    mean = share * settings.rounds
-    spread = math.sqrt(mean * max(0.0, 1 - share))
-    rounds, others = min(settings.rounds, math.ceil(mean + 5 * spread)), task.population - 1
+    # Lists are as wide as that of the client that took part most often.
+    rounds, others = _most_rounds(task, settings), task.population - 1
     size = method.count_list_bytes(rounds, others)
     if settings.acceptance_rules_for(method) is not None:
         refused = min(others, math.ceil(_expected_reads(method, task) * rounds))
         size += accepting.BYTES_OF_STRIKES * refused
     return len(task) * size
+
+
+def _most_rounds(task: Task, settings: Settings) -> int:
+    """Return in how many rounds the client takes part that does so most often, nearly."""
+    if settings.schedule == "asynchronous":
+        # Each client has rounds of its own, as many as it ends in the time of the run.
+        time = settings.virtual_time
+        assert time is not None
+        fastest = float(Clock(time, task.count_steps(settings.local), seed=0).work.min())
+        return math.ceil(settings.rounds * time.record_seconds / fastest)
+    share = settings.participation
+    if share > 1:  # a count of clients
+        share /= task.population
+    # Of a million clients, one is in five standard deviations more than the mean.
+    mean = share * settings.rounds
+    spread = math.sqrt(mean * max(0.0, 1 - share))
+    return min(settings.rounds, math.ceil(mean + 5 * spread))
 
 
 def _expected_reads(method: Method, task: Task) -> float:

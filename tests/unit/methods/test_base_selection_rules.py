@@ -242,6 +242,16 @@ def two_layers():
         (Random(num_peers=5, selection=RULE), {"rounds": 3, "acceptance": True}, (12 + 9) * 15),
         # In 4 of 400 rounds on average, and 5 standard deviations of 1.99 more: 14 rounds.
         (Random(num_peers=2, selection=RULE), {"rounds": 400, "participation": 0.01}, 12 * 28),
+        # Ten rounds of the fastest client in each span of which results are recorded.
+        (
+            Random(num_peers=1, selection=RULE),
+            {
+                "rounds": 3,
+                "schedule": "asynchronous",
+                "time": {"round_seconds": [0.5, 0.1] * 20, "record_seconds": 1.0},
+            },
+            12 * 30,
+        ),
         # Five neighbors of eight bytes, and ids of these and of ten more in each of two corrections.
         (PanmLoss(), {"rounds": 11}, 8 * 5 + 4 * (5 + 20)),
         (PanmLoss(interval=1), {"rounds": 11}, 8 * 5 + 4 * 39),
