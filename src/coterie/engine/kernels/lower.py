@@ -37,17 +37,16 @@ _UNARY = {
 }  # fmt: skip
 _BINARY = {
     "add": "({0} + {1})", "sub": "({0} - {1})", "mul": "({0} * {1})", "div": "({0} / {1})",
+    "logical_and": "(({0} != 0) & ({1} != 0))", "logical_or": "(({0} != 0) | ({1} != 0))",
     "tanh_backward": "({0} * (1.0 - {1} * {1}))",
     "sigmoid_backward": "({0} * ((1.0 - {1}) * {1}))",
     "maximum": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
     "minimum": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
 }  # fmt: skip
 _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
-_LOGIC = {
-    "logical_and": "&", "logical_or": "|", "bitwise_and": "&", "bitwise_or": "|",
-    "bitwise_xor": "^", "__rshift__": ">>", "__lshift__": "<<",
+_BITS = {
+    "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^", "__rshift__": ">>", "__lshift__": "<<",
 }  # fmt: skip
-_OF_TRUTHS = {"logical_and", "logical_or"}
 
 
 @dataclass(frozen=True)
@@ -559,7 +558,7 @@ class KernelLowering:
     @classmethod
     def knows(cls, name: str) -> bool:
         """Return whether an operation can be lowered as it is."""
-        tables = (_UNARY, _BINARY, _COMPARE, _LOGIC)
+        tables = (_UNARY, _BINARY, _COMPARE, _BITS)
         return hasattr(cls, f"_op_{name}") or any(name in table for table in tables)
 
     def _add(self, node: Operation) -> None:
@@ -617,9 +616,8 @@ class KernelLowering:
             return self._map(_BINARY[name], *args)
         if name in _COMPARE and len(args) == 2:
             return self._map(f"({{0}} {_COMPARE[name]} {{1}})", *args)
-        truths = self._dtype == torch.bool or name not in _OF_TRUTHS
-        if name in _LOGIC and len(args) == 2 and truths:
-            return self._map(f"({{0}} {_LOGIC[name]} {{1}})", *args)
+        if name in _BITS and len(args) == 2:
+            return self._map(f"({{0}} {_BITS[name]} {{1}})", *args)
         raise NotTraceableError(f"the operation {name} is not known")
 
     def _operand(self, value: Any) -> Any:

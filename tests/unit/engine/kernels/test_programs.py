@@ -71,8 +71,21 @@ class Scaled(nn.Module):
         return self.head(x * self.scale)
 
 
+class Chosen(nn.Module):
+    """Entries that two numbers choose, neither of which is 0: 1 and 2 have no bit in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.logical_and(x.round(), (2 * x).round())
+        return self.head(x * torch.logical_or(both, (x > 0.2) & (x < 0.3)))
+
+
 NETS = {
     "scaled": Scaled,
+    "chosen": Chosen,
     # wider than a tile of a product in every direction
     "mlp": lambda: nn.Sequential(nn.Linear(6, 70), nn.ReLU(), nn.Linear(70, 3)),
     "no bias": lambda: nn.Linear(6, 3, bias=False),
