@@ -37,7 +37,7 @@ def test_a_method_that_refuses_a_population_has_no_forecast():
     assert memory.told(data, METHODS["local"](), settings) is not None
 
 
-def test_the_stored_forecasts_are_within_a_factor_of_two():
+def test_what_was_measured_is_half_to_one_and_a_half_of_the_stored_forecasts():
     """Of 10,000 clients and more, where the steps of the heap are small; and pairs show where there are any."""
     rows = {row["method"]: row for row in json.loads(STORED.read_text("utf-8"))["results"]}
     assert set(METHODS) < set(rows)
@@ -47,7 +47,7 @@ def test_the_stored_forecasts_are_within_a_factor_of_two():
             if f"{clients} clients: measured" in row:
                 ratio = row[f"{clients} clients: measured"]
                 ratio /= row[f"{clients} clients: forecast, KiB a client"]
-                assert 0.5 < ratio < 2, (row["method"], clients)
+                assert 0.5 < ratio < 1.5, (row["method"], clients)
                 checked += 1
     assert checked >= 25
     name = "{} clients: forecast, KiB a client"
