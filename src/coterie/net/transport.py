@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -136,6 +137,7 @@ class Transport(Protocol):
         ...
 
 
+_LATE = 0.5  # seconds for an answer that another thread is about to hand over
 WAIT = 0.5
 """The share of an asker's patience for which a peer may hold its question.
 
@@ -242,8 +244,15 @@ class InProcess:
         except queue.Empty:
             if node.outbox.withdraw(self.name, expect.address, box.put):
                 return Missing("timeout")
-            # It comes in this moment.
-            answer = box.get()
+            # It comes in this moment: it was taken from the outbox already.
+            with suppress(queue.Empty):
+                return self._take_answer(node, expect, box.get(timeout=_LATE), started)
+            return Missing("timeout")
+        return self._take_answer(node, expect, answer, started)
+
+    def _take_answer(
+        self, node: "InProcess", expect: Expectation, answer: Parcel | Missing, started: float
+    ) -> Delivery | Missing:
         if isinstance(answer, Missing):
             return answer
         parts = [(attachment, bytes(chunk)) for attachment, chunk in answer.iterate_chunks()]
