@@ -336,20 +336,23 @@ def keep(
         raise CoterieError(
             f"{open_[0]} and {len(open_) - 1} more runs of {run} have not finished; run it to its end"
         )
-    swept = "sweep" in tomllib.loads(stored_runs.load_study_text(run, stored_runs.CONFIG))
+    settings = stored_runs.load_study_text(run, stored_runs.CONFIG)
+    study = tomllib.loads(settings)
+    swept = "sweep" in study
     content = (
         sweep.join_summaries(sweep.load_sweep_results(run))
         if swept
         else summary.summarize_study(run)
     )
     content["rows"] += [] if swept else _left_out(runs, content["rows"])
-    target = (where or STORED) / content["study"]
+    # A run may have been made under another name, such as a study with changes by --set.
+    content["study"] = study["name"]
+    target = (where or STORED) / study["name"]
     points = [f", {one.folder.parent.parent.name}" if swept else "" for one in runs]
     each = [
         {"label": one.label + point, "seed": one.seed, "values": values(one), **by_client(one)}
         for one, point in zip(runs, points, strict=True)
     ]
-    settings = stored_runs.load_study_text(run, stored_runs.CONFIG)
     told_ = _origin(runs, content, settings)
     if in_one_go and not join:
         # a sweep's own is written at its end

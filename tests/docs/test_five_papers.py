@@ -1449,3 +1449,20 @@ def test_what_the_page_says_of_a_wider_network_is_what_the_grid_says():
     # What was to be concluded: both clusters are within a point.
     assert all(abs(here - there) < 1 for here, there in zip(wide, paper, strict=True))
     assert {one["seeds"] for one in rows["32-64"]} == {1}
+
+
+def test_what_the_page_says_of_crops_and_flips_is_what_the_runs_say():
+    """FedAvg with them is as far above the paper as it is below it without, with all rounds."""
+    plain, augmented = "sosicfl/cifar10-simplecnn-5-fold", "sosicfl/cifar10-simplecnn-5-fold-crop-flip"
+    here = {name: in_percent(name, "accuracy_max")["FedAvg"] for name in (plain, augmented)}
+    paper = next(
+        number.mean for number in load_published(plain)
+        if (number.row, number.metric) == ("fedavg/fedavg", "accuracy_max")
+    )  # fmt: skip
+    words = "with both FedAvg is at best {:.1f} %, where the paper has {:.1f} % and ours without has {:.1f} %"
+    assert words.format(here[augmented], 100 * paper, here[plain]) in TEXT
+    assert here[augmented] - 100 * paper > 7
+    assert 100 * paper - here[plain] > 7
+    settings = [load_study(name).settings for name in (plain, augmented)]
+    assert [one.local.augment for one in settings] == ["none", "crop-flip"]
+    assert settings[0].rounds == settings[1].rounds == 500
