@@ -68,6 +68,9 @@ class Network:
             )  # fmt: skip
 
     def run(self) -> None:
+        # One whose thread starts late would be passed over, and views close without it.
+        for node in self.nodes.values():
+            node.answer_visitors()
         with ThreadPoolExecutor(len(self.nodes)) as pool:
             for ended in [pool.submit(node.run) for node in self.nodes.values()]:
                 ended.result(timeout=120)
