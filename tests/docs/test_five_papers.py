@@ -1453,7 +1453,10 @@ def test_what_the_page_says_of_a_wider_network_is_what_the_grid_says():
 
 def test_what_the_page_says_of_crops_and_flips_is_what_the_runs_say():
     """FedAvg with them is as far above the paper as it is below it without, with all rounds."""
-    plain, augmented = "sosicfl/cifar10-simplecnn-5-fold", "sosicfl/cifar10-simplecnn-5-fold-crop-flip"
+    plain, augmented = (
+        "sosicfl/cifar10-simplecnn-5-fold",
+        "sosicfl/cifar10-simplecnn-5-fold-crop-flip",
+    )
     here = {name: in_percent(name, "accuracy_max")["FedAvg"] for name in (plain, augmented)}
     paper = next(
         number.mean for number in load_published(plain)
