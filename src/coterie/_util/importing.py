@@ -7,7 +7,7 @@ import importlib.util
 import inspect
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -103,15 +103,34 @@ def import_class(path: str, what: str, base: type[T], known_as: str, package: st
     return found
 
 
-def import_function(path: str, what: str) -> Any:
+def import_function(path: str, what: str, takes: Sequence[str] | None = None) -> Any:
     """Return the function that an import path names; see `import_object`.
 
+    Args:
+        path: as for `import_object`.
+        what: as for `import_object`.
+        takes: the names of the arguments that it is called with, by their place; not checked when
+            None.
+
     Raises:
-        ConfigError: when there is none.
+        ConfigError: when there is none, or it cannot be called so.
     """
     found = import_object(path, what)
     if not callable(found) or isinstance(found, type):
         raise ConfigError(f"{what} is {found!r}; expected a function")
+    if takes is None:
+        return found
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):
+        return found  # such as a built-in one; a wrong call of it fails by itself
+    try:
+        # Binding checks the number of arguments without a call.
+        signature.bind(*takes)
+    except TypeError:
+        raise ConfigError(
+            f"{what} has the arguments {signature}; expected ({', '.join(takes)})"
+        ) from None
     return found
 
 

@@ -839,7 +839,8 @@ class Partition(Shift):
             DataError: when a client gets nothing.
         """
         what = f"partition {self.function!r}"
-        found = import_function(str(self.function), what)(samples, num_clients, generator)
+        takes = ("samples", "num_clients", "generator")
+        found = import_function(str(self.function), what, takes)(samples, num_clients, generator)
         if found is None:
             raise ConfigError(
                 f"{what} returned None; expected the client of each sample: is a `return` missing?"

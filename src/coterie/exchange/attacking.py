@@ -264,7 +264,7 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
                 others = own
             little = others.double().mean(0) - power * others.double().std(0, correction=0)
             return little.expand(len(own), -1)
-        function = import_function(kind, f"attack {kind!r}")
+        function = import_function(kind, f"attack {kind!r}", ("context",))
         # Copies: a custom attack may write into what it gets.
         made = function(
             AttackContext(own.clone(), honest.clone(), self._rng.round, ids, power, self._rng)

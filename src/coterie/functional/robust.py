@@ -302,7 +302,7 @@ def make_rule(
     if isinstance(given, Mapping) or given in RULES:
         return make_table_rule(given, where)  # type: ignore[arg-type]
     path = given if isinstance(given, str) else find_import_path(given, where)
-    return import_function(path, f"{where} {path!r}")
+    return import_function(path, f"{where} {path!r}", ("received",))
 
 
 def make_table_rule(given: str | Mapping[str, Any], where: str = "aggregation") -> AggregationRule:

@@ -1080,7 +1080,7 @@ def choose_peers_by_rule(
         memory: what the clients remember.
     """
     what = f"selection {path!r}"
-    rule, population = import_function(str(path), what), rnd.task.population
+    rule, population = import_function(str(path), what, ("known",)), rnd.task.population
     peers = torch.full((len(rnd.ids), _count_slots(count, population)), -1)
     # A rule sees one client at a time, so that it cannot use what another client knows, and so that
     # nothing has a number for each pair of clients.

@@ -447,7 +447,7 @@ def _load_arrays(path: Path) -> tuple[tuple[Any, Any], tuple[Any, Any] | None]:
 def _call_function(name: str) -> Any:
     if ":" not in name:
         raise ConfigError(f"data.function is {name!r}; expected 'package.module:name'")
-    result = import_function(name, f"data.function {name!r}")()
+    result = import_function(name, f"data.function {name!r}", ())()
     if not isinstance(result, Federation) and not (isinstance(result, tuple) and len(result) == 2):
         raise DataError(
             f"{name} returned {type(result).__name__}; expected a federation, (x, y), or two such "

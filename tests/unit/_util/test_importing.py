@@ -125,3 +125,18 @@ def test_a_function_is_one(path):
     with pytest.raises(ConfigError, match="expected a function"):
         import_function(path, "it")
     assert import_function("math:sqrt", "it")(9) == 3
+
+
+def of_two(one, other, more=()):
+    """Takes two values, or three."""
+
+
+@pytest.mark.parametrize("takes", [("one",), (), ("a", "b", "c", "d")])
+def test_a_function_that_takes_other_arguments_is_refused(takes):
+    path = f"{__name__}:of_two"
+    words = r"it has the arguments \(one, other, more=\(\)\); expected "
+    with pytest.raises(ConfigError, match=words + re.escape(f"({', '.join(takes)})")):
+        import_function(path, "it", takes)
+    assert import_function(path, "it") is of_two
+    assert import_function(path, "it", ("a", "b")) is of_two
+    assert import_function(path, "it", ("a", "b", "c")) is of_two

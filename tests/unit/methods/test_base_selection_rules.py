@@ -376,3 +376,17 @@ def test_a_comparison_without_reading_keeps_the_date_of_the_last_read():
     assert known.last.tolist() == [-1, -1, 6, -1, -1, -1]
     assert known.similarity.tolist() == [0, 0, 0.25, 0.75, 0, 0]
     assert known.status.tolist() == [0, 0, 2, 2, 0, 0], "the client itself is no peer"
+
+
+def with_a_number(known: PeerKnowledge, num_peers: int) -> torch.Tensor:
+    """Takes more than a rule is given."""
+    return known.noise[:num_peers]
+
+
+def test_a_rule_that_takes_other_arguments_is_refused_in_a_line():
+    method = Random(num_peers=2, selection=f"{__name__}:with_a_number")
+    with pytest.raises(
+        ConfigError,
+        match=r"has the arguments \(known: .*, num_peers: int\) .*; expected \(known\)$",
+    ):
+        simulate(tiny_federation(4), method, model="linear", settings=tiny_settings(rounds=1))
