@@ -23,7 +23,7 @@ from coterie.engine.kernels.lower import (
     count_entries,
     view_as,
 )
-from coterie.engine.native.trace import Dim, NotTraceableError, Size
+from coterie.engine.native.trace import NotTraceableError, Size, fixed_sizes, read_pair
 
 Found = tuple[str, list[str]]  # an index, and what must hold for it to be one
 Rule = Callable[[Name, str, str], Found]
@@ -222,7 +222,7 @@ class Areas:
 
 
 @dataclass(frozen=True)
-class _Convolution:
+class _WindowedConvolution:
     """The numbers of a convolution, as of one over images.
 
     Args:
@@ -241,11 +241,11 @@ class _Convolution:
     def of(
         x: Sequence[Size], w: Sequence[Size], stride: Any, padding: Any, dilation: Any,
         transposed: bool, groups: int,
-    ) -> "_Convolution":  # fmt: skip
+    ) -> "_WindowedConvolution":  # fmt: skip
         """Return those of an operation on images of shape `x` with weights of shape `w`."""
         if transposed or len(x) not in (3, 4):
             raise NotTraceableError("a transposed or three-dimensional convolution")
-        sizes, (o, inner, *kernels) = _sizes(x[2:]), _sizes(w)
+        sizes, (o, inner, *kernels) = fixed_sizes(x[2:]), fixed_sizes(w)
         axes = []
         for size, kernel, step, pad, gap in zip(
             sizes, kernels, stride, padding, dilation, strict=True
@@ -257,7 +257,7 @@ class _Convolution:
             axes = [Windows(math.prod(sizes), math.prod(sizes), 1)]
         if len(axes) == 1:
             axes.insert(0, Windows(1, 1, 1))
-        return _Convolution((axes[0], axes[1]), groups, inner, o // groups)
+        return _WindowedConvolution((axes[0], axes[1]), groups, inner, o // groups)
 
     @property
     def channels(self) -> int:
@@ -300,20 +300,6 @@ def _sum(*terms: str | int) -> str:
     return f"({' + '.join(kept)})" if kept else "0"
 
 
-def _sizes(shape: Sequence[Size]) -> list[int]:
-    if any(isinstance(size, Dim) for size in shape):
-        raise NotTraceableError("images whose size depends on the number of samples")
-    return [size for size in shape if isinstance(size, int)]
-
-
-def _pair(values: Any, default: Any = None) -> tuple[int, int]:
-    if values is None or values == []:
-        values = default
-    if not isinstance(values, list | tuple):
-        values = [values]
-    return values[0], values[-1]
-
-
 def _split_axis(value: KernelValue, axis: int, sizes: tuple[int, int]) -> KernelValue:
     """Return a value with an axis as two, without a division for an index."""
 
@@ -326,7 +312,7 @@ def _split_axis(value: KernelValue, axis: int, sizes: tuple[int, int]) -> Kernel
     return view_as(value, [*value.shape[:axis], *sizes, *value.shape[axis + 1 :]], at)
 
 
-class ImageLowering(KernelLowering):
+class KernelImageLowering(KernelLowering):
     """Makes the statements of networks with images too."""
 
     # ------------------------------------------------------------------ windows
@@ -396,7 +382,9 @@ class ImageLowering(KernelLowering):
         self, x: KernelValue, w: KernelValue, bias: KernelValue | None, stride: Any, padding: Any,
         dilation: Any, transposed: bool, _output_padding: Any, groups: int,
     ) -> KernelValue:  # fmt: skip
-        conv = _Convolution.of(x.shape, w.shape, stride, padding, dilation, transposed, groups)
+        conv = _WindowedConvolution.of(
+            x.shape, w.shape, stride, padding, dilation, transposed, groups
+        )
         product = self._multiply(
             self._reshape(self._weights(w, conv), [groups, conv.outer, conv.inner * conv.taps]),
             self._matrix(self._over_input(x, conv), [[1], [2, 5, 6], [0, 3, 4]]),
@@ -407,7 +395,9 @@ class ImageLowering(KernelLowering):
         self, g: KernelValue, x: KernelValue, w: KernelValue, _bias: Any, stride: Any, padding: Any,
         dilation: Any, transposed: bool, _output_padding: Any, groups: int, wanted: Sequence[bool],
     ) -> list[KernelValue | Product | None]:  # fmt: skip
-        conv = _Convolution.of(x.shape, w.shape, stride, padding, dilation, transposed, groups)
+        conv = _WindowedConvolution.of(
+            x.shape, w.shape, stride, padding, dilation, transposed, groups
+        )
         g, n = self._kept(g), x.shape[0]
         found: list[KernelValue | Product | None] = [None] * 3
         if wanted[0]:
@@ -427,7 +417,7 @@ class ImageLowering(KernelLowering):
         return found
 
     def _inputs_back(
-        self, g: KernelValue, x: KernelValue, w: KernelValue, conv: _Convolution
+        self, g: KernelValue, x: KernelValue, w: KernelValue, conv: _WindowedConvolution
     ) -> KernelValue:
         """Return the gradient of the images."""
         made = self._new(x.shape, torch.float32)
@@ -466,14 +456,14 @@ class ImageLowering(KernelLowering):
 
         return view_as(weights, [*weights.shape[:3], *kernels], at)
 
-    def _over_input(self, x: KernelValue, conv: _Convolution) -> KernelValue:
+    def _over_input(self, x: KernelValue, conv: _WindowedConvolution) -> KernelValue:
         """Return the windows over the images: n x groups x channels x rows x columns x kernel."""
         images = self._reshape(self._factor(x), [*x.shape[:2], *conv.sizes])
         rules = [axis.find_entry for axis in conv.axes]
         windows = self._windows(images, rules, conv.outs, conv.kernels)
         return _split_axis(windows, 1, (conv.groups, conv.inner))
 
-    def _weights(self, w: KernelValue, conv: _Convolution) -> KernelValue:
+    def _weights(self, w: KernelValue, conv: _WindowedConvolution) -> KernelValue:
         """Return the weights as groups x outputs x inputs x rows x columns."""
         w = w if w.dense is not None else self.store(w)
         return self._reshape(w, [conv.groups, conv.outer, conv.inner, *conv.kernels])
@@ -483,7 +473,7 @@ class ImageLowering(KernelLowering):
     ) -> KernelValue:
         """Return a product of channels and places of all samples, as images in memory."""
         made = self._new(shape, torch.float32)
-        sizes = [1, math.prod(_sizes(shape[2:]))]
+        sizes = [1, math.prod(fixed_sizes(shape[2:]))]
         parts = [Windows(size, size, 1).parts[0] for size in sizes]
         self._write_images(product, made, sizes, parts, bias)
         return made
@@ -523,7 +513,7 @@ class ImageLowering(KernelLowering):
 
     def _largest(self, x: KernelValue, axes: Sequence[Windows | Areas]) -> list[KernelValue]:
         """Return the largest entry of each window, and its place in the image."""
-        height, width = _sizes(x.shape[2:])
+        height, width = fixed_sizes(x.shape[2:])
         if height * width > _EXACT:
             raise NotTraceableError("it pools images of more than 16 million places")
         x = self._factor(x)
@@ -600,7 +590,7 @@ class ImageLowering(KernelLowering):
         """Return the gradient of the images whose means were taken."""
         share = self._map("({0} / {1})", self._kept(g), self._count(axes, padded, divisor))
         rules, near = [axis.find_near for axis in axes], [axis.near for axis in axes]
-        return self._add_up(self._windows(share, rules, _sizes(x.shape[2:]), near))
+        return self._add_up(self._windows(share, rules, fixed_sizes(x.shape[2:]), near))
 
     def _count(
         self, axes: Sequence[Windows | Areas], padded: bool, divisor: int | None
@@ -623,15 +613,20 @@ class ImageLowering(KernelLowering):
         """Return the windows of a pooling along rows and columns."""
         if len(x.shape) != 4:
             raise NotTraceableError("pooling of a single image")
-        options = (_pair(kernel), _pair(stride, kernel), _pair(padding), _pair(dilation))
-        sizes = zip(_sizes(x.shape[2:]), _sizes(outs[2:]), *options, strict=True)
+        options = (
+            read_pair(kernel),
+            read_pair(stride, kernel),
+            read_pair(padding),
+            read_pair(dilation),
+        )
+        sizes = zip(fixed_sizes(x.shape[2:]), fixed_sizes(outs[2:]), *options, strict=True)
         return [Windows(*given) for given in sizes]
 
     def _areas(self, x: KernelValue, outs: Sequence[Size]) -> list[Areas]:
         """Return the areas of a pooling along rows and columns."""
         if len(x.shape) != 4:
             raise NotTraceableError("pooling of a single image")
-        return list(map(Areas, _sizes(x.shape[2:]), _sizes(outs[2:])))
+        return list(map(Areas, fixed_sizes(x.shape[2:]), fixed_sizes(outs[2:])))
 
     def _op_max_pool2d_with_indices(
         self, x: KernelValue, kernel: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,

@@ -10,7 +10,7 @@ import triton.language as tl
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie.engine.kernels.images import ImageLowering
+from coterie.engine.kernels.images import KernelImageLowering
 from coterie.engine.kernels.rules import LAUNCH, move_tile
 from coterie.engine.kernels.update import StepNumbers, launch_on
 from coterie.engine.native.pooling import pool_before_activations
@@ -87,7 +87,7 @@ class ClientProgram:
             raise NotTraceableError(f"numbers of type {str(layout.dtype).removeprefix('torch.')}")
         if layout.inputs:
             raise NotTraceableError("it has input buffers")
-        traces = record(layout, objective, x, y, ImageLowering.knows)
+        traces = record(layout, objective, x, y, KernelImageLowering.knows)
         self._trace = pool_before_activations(traces.train)
         self.layout, self.precision, self.together = layout, precision, traces.together
         self.flags = {"BF16": precision == "bf16", "PRECISION": _PRECISIONS[precision]}
@@ -95,7 +95,7 @@ class ClientProgram:
 
     def set_warps(self, warps: int) -> None:
         """Write the kernel for a number of threads of `tiles`."""
-        lowering = ImageLowering(self._trace, self.layout, _TYPICAL, self.tiles[warps])
+        lowering = KernelImageLowering(self._trace, self.layout, _TYPICAL, self.tiles[warps])
         lowering.run()
         self.warps, self.scratch = warps, lowering.scratch
         self._constants = torch.cat([*lowering.constants, torch.zeros(1)])

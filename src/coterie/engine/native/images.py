@@ -23,25 +23,19 @@ from coterie.engine.native.loops import (
     product,
 )
 from coterie.engine.native.lower import Lowering
-from coterie.engine.native.trace import ArrayKind, Dim, NotTraceableError, Ref, Size, evaluate_size
+from coterie.engine.native.trace import (
+    ArrayKind,
+    NotTraceableError,
+    Ref,
+    Size,
+    evaluate_size,
+    fixed_sizes,
+    read_pair,
+)  # fmt: skip
 
 # Axes of N x C x H x W from the outermost to the innermost: neighbors in memory are channels,
 # pixels or samples.
 LAST, PLANES, SAMPLES = (0, 2, 3, 1), (0, 1, 2, 3), (1, 2, 3, 0)
-
-
-def _sizes(shape: Sequence[Size]) -> list[int]:
-    if any(isinstance(size, Dim) for size in shape):
-        raise NotTraceableError("images whose size depends on the number of samples")
-    return [size for size in shape if isinstance(size, int)]
-
-
-def _pair(values: Any, default: Any = None) -> tuple[int, int]:
-    if values is None or values == []:
-        values = default
-    if not isinstance(values, list | tuple):
-        values = [values]
-    return (values[0], values[-1])
 
 
 class ImageLowering(Lowering):
@@ -459,12 +453,17 @@ class ImageLowering(Lowering):
         Where samples lie side by side, each channel is an array whose pixels have a number of each
         sample.
         """
-        c, h, w = _sizes(x.shape[1:])
+        c, h, w = fixed_sizes(x.shape[1:])
         many, inner = x.shape[0], c
         if tuple(order) == SAMPLES:
             many, inner = inner, many
-        _c, ho, wo = _sizes(y[1:])
-        pairs = (_pair(kernel), _pair(stride, kernel), _pair(padding), _pair(dilation))
+        _c, ho, wo = fixed_sizes(y[1:])
+        pairs = (
+            read_pair(kernel),
+            read_pair(stride, kernel),
+            read_pair(padding),
+            read_pair(dilation),
+        )
         sizes = (inner, h, w, ho, wo, *chain.from_iterable(pairs))
         last = _flag(tuple(order) != PLANES)
         return f"Windows<{', '.join(map(str, sizes))}, {last}>", many
@@ -605,7 +604,7 @@ def _copies(
     shape: Sequence[Size], size: Sequence[Size], scales: Sequence[float | None]
 ) -> list[int]:
     """Return how often images are repeated along height and width to have another size."""
-    small, large = _sizes(shape[2:]), _sizes(size)
+    small, large = fixed_sizes(shape[2:]), fixed_sizes(size)
     counts = []
     for few, many, scale in zip(small, large, scales or (None, None), strict=True):
         count, rest = divmod(many, few)
@@ -644,12 +643,12 @@ class _Convolution:
     ) -> None:
         if transposed or len(x.shape) != 4:
             raise NotTraceableError("a transposed or three-dimensional convolution")
-        self.c, self.h, self.w = _sizes(x.shape[1:])
-        self.o, self.cg, self.kh, self.kw = _sizes(w.shape)
+        self.c, self.h, self.w = fixed_sizes(x.shape[1:])
+        self.o, self.cg, self.kh, self.kw = fixed_sizes(w.shape)
         self.stride, self.padding, (self.dh, self.dw) = (
-            _pair(stride),
-            _pair(padding),
-            _pair(dilation),
+            read_pair(stride),
+            read_pair(padding),
+            read_pair(dilation),
         )
         self.groups, self.og = groups, self.o // groups
         self.ho = (self.h + 2 * self.padding[0] - self.dh * (self.kh - 1) - 1) // self.stride[0] + 1

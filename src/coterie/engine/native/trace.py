@@ -105,6 +105,31 @@ def evaluate_size(size: Size, samples: int) -> int:
     return size if isinstance(size, int) else size.at(samples)
 
 
+def fixed_sizes(shape: Sequence[Size]) -> list[int]:
+    """Return the sizes of an image's axes.
+
+    Raises:
+        NotTraceableError: when one depends on the number of samples.
+    """
+    if any(isinstance(size, Dim) for size in shape):
+        raise NotTraceableError("images whose size depends on the number of samples")
+    return [size for size in shape if isinstance(size, int)]
+
+
+def read_pair(values: Any, default: Any = None) -> tuple[int, int]:
+    """Return an operation's argument for rows and columns, which may be one number for both.
+
+    Args:
+        values: as the trace has it; None or an empty list where it is not given.
+        default: what counts then.
+    """
+    if values is None or values == []:
+        values = default
+    if not isinstance(values, list | tuple):
+        values = [values]
+    return values[0], values[-1]
+
+
 @dataclass(frozen=True)
 class Ref:
     """A value of a trace."""
