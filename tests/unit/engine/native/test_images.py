@@ -54,15 +54,6 @@ def lying(shape, order=(0, 1, 2, 3), buffer="b") -> Value:
 # ---------------------------------------------------------------- numbers of a convolution
 
 
-@pytest.mark.parametrize(
-    ("values", "default", "expected"),
-    [(3, None, (3, 3)), ([2], None, (2, 2)), ([2, 3], None, (2, 3)), ((2, 3), 7, (2, 3)), (0, 7, (0, 0)),
-     (None, 5, (5, 5)), ([], 5, (5, 5)), (None, [2, 3], (2, 3)), ([], [2, 3], (2, 3))],
-)  # fmt: skip
-def test_one_number_serves_both_axes_and_none_is_the_default(values, default, expected):
-    assert images._pair(values, default) == expected
-
-
 def draw_convolutions(count: int) -> list[dict]:
     """Draw the options of convolutions that have an output."""
     stream, drawn = random.Random(5), []
@@ -200,12 +191,6 @@ def test_other_convolutions_are_refused(transposed):
     w = ArrayKind((2, 2, 3, 3), T)
     with pytest.raises(NotTraceableError, match="transposed or three-dimensional"):
         _Convolution(x, w, [1], [0], [1], transposed, 1)
-
-
-def test_images_of_a_size_that_is_not_known_are_refused():
-    assert images._sizes((3, 4)) == [3, 4]
-    with pytest.raises(NotTraceableError, match="depends on the number of samples"):
-        images._sizes((3, N))
 
 
 # ---------------------------------------------------------------- orders of memory

@@ -16,6 +16,8 @@ from coterie.engine.native.trace import (
     Ratio,
     Ref,
     Trace,
+    fixed_sizes,
+    read_pair,
 )
 from coterie.models.layout import Layout
 
@@ -114,6 +116,21 @@ def test_a_number_that_is_none_is_the_same_number():
 def test_an_argument_that_follows_no_rule_is_refused(first, second):
     with pytest.raises(NotTraceableError, match="depend on the number of samples"):
         trace._unified(first, second, (3, 5))
+
+
+def test_images_of_a_size_that_is_not_known_are_refused():
+    assert fixed_sizes((3, 4)) == [3, 4]
+    with pytest.raises(NotTraceableError, match="depends on the number of samples"):
+        fixed_sizes((3, N))
+
+
+@pytest.mark.parametrize(
+    ("values", "default", "expected"),
+    [(3, None, (3, 3)), ([2], None, (2, 2)), ([2, 3], None, (2, 3)), ((2, 3), 7, (2, 3)), (0, 7, (0, 0)),
+     (None, 5, (5, 5)), ([], 5, (5, 5)), (None, [2, 3], (2, 3)), ([], [2, 3], (2, 3))],
+)  # fmt: skip
+def test_one_number_serves_both_axes_and_none_is_the_default(values, default, expected):
+    assert read_pair(values, default) == expected
 
 
 # ---------------------------------------------------------------- two records as one
