@@ -118,20 +118,32 @@ def import_function(path: str, what: str, takes: Sequence[str] | None = None) ->
     found = import_object(path, what)
     if not callable(found) or isinstance(found, type):
         raise ConfigError(f"{what} is {found!r}; expected a function")
-    if takes is None:
-        return found
+    if takes is not None:
+        check_arguments(found, what, takes)
+    return found
+
+
+def check_arguments(function: Callable[..., Any], what: str, takes: Sequence[str]) -> None:
+    """Check that a function can be called with arguments, without a call.
+
+    Args:
+        function: any; one whose arguments are not known, such as a built-in one, passes.
+        what: as for `import_object`.
+        takes: the names of the arguments, by their place.
+
+    Raises:
+        ConfigError: when it takes others.
+    """
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return found  # such as a built-in one; a wrong call of it fails by itself
+        return  # a wrong call of it fails by itself
     try:
-        # Binding checks the number of arguments without a call.
         signature.bind(*takes)
     except TypeError:
         raise ConfigError(
             f"{what} has the arguments {signature}; expected ({', '.join(takes)})"
         ) from None
-    return found
 
 
 def parse_kind(

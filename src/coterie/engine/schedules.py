@@ -4,7 +4,6 @@ A schedule is a frozen dataclass whose fields a study file sets: `lr_schedule = 
 over = "rounds" }`. Several multiply: a warm-up and a cosine, one over rounds and one over steps.
 """
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from annotated_types import Gt, Le
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie._util.importing import find_import_path, import_object, parse_kind
+from coterie._util.importing import find_import_path, import_function, parse_kind
 from coterie._util.settings import (
     NONE,
     Configurable,
@@ -227,16 +226,7 @@ class CustomSchedule(LrSchedule):
         Raises:
             ConfigError: when it is not there, or does not take two numbers.
         """
-        what = f"lr_schedule {self.path!r}"
-        found = import_object(self.path, what)
-        try:
-            # Binding checks the number of arguments without a call.
-            inspect.signature(found).bind(0, 1)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{what} is {found!r}; expected a function (number, total) -> factor"
-            ) from error
-        return found
+        return import_function(self.path, f"lr_schedule {self.path!r}", ("number", "total"))
 
 
 SCHEDULES: dict[str, type[LrSchedule]] = {

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from coterie._util.importing import import_object, parse_kind
+from coterie._util.importing import check_arguments, import_object, parse_kind
 from coterie._util.settings import Configurable, parse_settings
 from coterie.errors import ConfigError, require
 from coterie.functional import scores
@@ -776,6 +776,9 @@ def _check_custom(metric: Metric) -> Metric:
         None,
         "a function of outputs and targets",
     )
+    if metric.function is not None:
+        named = f"metric {metric.path or metric.name!r}"
+        check_arguments(metric.function, named, ("outputs", "targets"))
     return metric
 
 

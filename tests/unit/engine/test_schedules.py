@@ -191,8 +191,8 @@ def test_a_function_that_is_not_there_or_does_not_fit_is_refused():
     """Before the first round; what it returns when it is asked."""
     for path, said in (
         ("no.such:thing", "there is no module 'no'"),
-        (f"{__name__}:of_one", r"expected a function \(number, total\) -> factor"),
-        (f"{__name__}:TORCH", r"expected a function \(number, total\) -> factor"),
+        (f"{__name__}:of_one", r"\(number: int\) -> float; expected \(number, total\)"),
+        (f"{__name__}:TORCH", "expected a function"),
     ):
         settings = tiny_settings(local=LocalTraining(lr_schedule=path))
         with pytest.raises(ConfigError, match=said):

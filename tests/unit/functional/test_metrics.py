@@ -263,6 +263,10 @@ def loss(outputs, targets):
     return 0.0
 
 
+def of_three(a, b, c):
+    return 0.0
+
+
 WORST = metrics.Metric("worst", "the largest error", better="lower", function=spread, least=0.0)
 OTHER_ACCURACY = metrics.Metric("accuracy", function=spread)
 
@@ -310,6 +314,14 @@ def test_a_metric_is_found_by_its_path_and_stored_by_it():
         ),
         (f"{__name__}:OTHER_ACCURACY", "is 'accuracy'; expected one that no built-in metric has"),
         (OTHER_ACCURACY, "the name of a metric is 'accuracy'; expected one that"),
+        (
+            f"{__name__}:of_three",
+            r"of_three' has the arguments \(a, b, c\); expected \(outputs, targets\)",
+        ),
+        (
+            metrics.Metric("short", function=len),
+            r"'short' has the arguments .*; expected \(outputs, t",
+        ),
     ],
 )
 def test_a_metric_of_samples_that_is_none_is_refused(given, said):
