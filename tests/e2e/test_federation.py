@@ -1,5 +1,6 @@
 """A standing federation as processes on loopback: propose, approve, run, kill, results of the simulation."""
 
+import json
 import os
 import subprocess
 import sys
@@ -265,5 +266,8 @@ def test_studies_wait_in_line_and_one_that_is_withdrawn_makes_room(members, tmp_
     stored = tmp_path / "north/studies/endless/north/endless/dac/seed-0/checkpoint.safetensors"
     assert stored.exists(), "what was trained before the end stays"
     for name in NAMES:
+        events = [json.loads(line) for line in members.log(name).splitlines()]
+        slowest = max(one["seconds"] for one in events if one["event"] == "round")
+        assert slowest < 30, "nobody waits for the deadline of 60 seconds for who has left"
         assert "Traceback" not in members.log(name)
         assert members.processes[name].poll() is None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -202,6 +202,7 @@ class GrpcTransport(GrpcRun, GrpcServer):
         self._runs: dict[str, GrpcRun] = {self.run: self}
         self._opens_runs = False
         self._answers: dict[str, Callable[..., bytes]] = {}
+        self._is_over: Callable[[str], bool] = lambda run: False
         self._links: dict[str, _Link] = {}
         self._away: dict[str, _Away] = {}
         self._lost: set[str] = set()  # members to which the way alone is lost, as far as is known
@@ -273,27 +274,35 @@ class GrpcTransport(GrpcRun, GrpcServer):
         for question in asking:
             question.cancel()
 
-    def allow_runs(self, statements: Mapping[str, Callable[..., bytes]]) -> None:
+    def allow_runs(
+        self, statements: Mapping[str, Callable[..., bytes]], is_over: Callable[[str], bool]
+    ) -> None:
         """Be the transport of a federation.
 
         Args:
             statements: what answers "Studies", and "Statement" with a digest.
+            is_over: whether this node will not take part in a run again; called with its name.
         """
-        self._opens_runs, self._answers = True, dict(statements)
+        self._opens_runs, self._answers, self._is_over = True, dict(statements), is_over
 
     async def _check_run(self, run: str, context: Any) -> bool:
         """Whether a question is of a run that is open here; of one that may come, ask again."""
         if run in self._runs:
             return True
         if self._opens_runs and NAME.fullmatch(run):
-            await abort_missing(context, Missing("not_ready"))
+            await self._refuse_run(run, context)
         return False
+
+    async def _refuse_run(self, run: str, context: Any) -> NoReturn:
+        """Say whether who asks is to wait for this node in a run that is not open here."""
+        # Who has left says so: "not_ready" is waited for until the deadline of the round.
+        await abort_missing(context, Missing("closing" if self._is_over(run) else "not_ready"))
 
     async def _find_run(self, question: Question, context: Any) -> GrpcRun:
         """Return the run of a question, whose asker takes part in it."""
         run = self._runs.get(question.fields.get("run", self.run))
         if run is None:  # it was closed meanwhile
-            await abort_missing(context, Missing("not_ready"))
+            await self._refuse_run(question.fields["run"], context)
         if not run.takes(question.asker):
             await abort_missing(context, Missing("forbidden"))
         run.note_question(question.asker)

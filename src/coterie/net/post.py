@@ -22,7 +22,7 @@ from coterie.net.outbox import NO_LAST, Missing
 from coterie.net.pace import Pace, Slow, Wait, was_held
 from coterie.net.payload import Refused, Template
 from coterie.net.roster import Roster
-from coterie.net.transport import Delivery, Transport
+from coterie.net.transport import WAIT, Delivery, Transport
 from coterie.net.wire import CHUNK, Address, Expectation, Parcel
 from coterie.net.wire import seal_parcel as seal_parcel
 
@@ -30,6 +30,7 @@ from coterie.net.wire import seal_parcel as seal_parcel
 _OF_A_MEMBER = 4
 _AT_A_TIME = 64  # of all members
 _SHORT = 0.02  # seconds that are too few for another question
+_PAUSE = 0.25  # seconds between two questions to a member that does not hold them
 _QUIET = 10.0  # seconds without any part of a message that is asked for in the background
 _LOOK = 0.2  # seconds between two looks, while waiting for answers, at whether this node can go on
 
@@ -339,12 +340,17 @@ class Post:
             found = self._ask_once(peer, address, template, left, min(patience, left))
             late = whole and bool(self.pace.floor) and was_held(found, patience)
             ready = isinstance(found, Delivery) or found.reason != "not_ready"
-            asked = self.clock()
+            took, asked = self.clock() - asked, self.clock()
             if ready or peer in held or not self.pace.floor or until - asked < _SHORT:
                 # One that was slow, and is not there when its trial ends, is slow again.
                 late |= not ready and until < whole_round
                 held |= {peer} if late else set()
                 return Wait(peer, asked - began, late, self._count(peer, found))
+            # Where this run is not open, such as at a member that starts again, nothing holds the
+            # question until the message is there: it would be asked a thousand times a second.
+            if took < 0.5 * WAIT * min(patience, left):
+                self._closing.wait(min(_PAUSE, until - asked))
+                asked = self.clock()
             patience *= 2  # few questions, also when a member is far behind
 
     def fetch_all(

@@ -305,7 +305,11 @@ class Service:
         self._begun: dict[str, Path] = {}
         self._written: dict[str, Any] = {}
         self._fault: BaseException | None = None
-        transport.allow_runs({"Studies": self._list_studies, "Statement": self._find_statement})
+        self._over = frozenset[str]()  # runs in which this member takes part no more
+        transport.allow_runs(
+            {"Studies": self._list_studies, "Statement": self._find_statement},
+            lambda run: run in self._over,
+        )
         transport.serve_roster(lambda: self.keeper.sealed)
         if isinstance(self.keeper, FederationKeeper):
             self.keeper.on_change = self._adopt_roster
@@ -460,14 +464,21 @@ class Service:
                 return entry
         return None
 
+    def note_over(self) -> None:
+        """Note the runs in which others need not wait for this member: it does not come back."""
+        entries = list(self.ledger.entries.values())
+        self._over = frozenset(entry.proposal.run for entry in entries if self._is_over(entry))
+
+    def _is_over(self, entry: Entry) -> bool:
+        return entry.is_closed(self.name) or (entry.folder / FAILED).exists()
+
     def _may_run(self, entry: Entry) -> bool:
         """Whether a study is approved and not over."""
         roster = self.keeper.roster
         return (
-            not entry.is_closed(self.name)
+            not self._is_over(entry)
             and self.name in entry.list_taking_part(roster)
             and entry.has_quorum(roster)
-            and not (entry.folder / FAILED).exists()
             and self._retry_at.get(entry.proposal.digest, 0.0) < time.monotonic()
         )
 
@@ -527,6 +538,7 @@ class Service:
                 self.ledger.reload()
                 self.look_around()
                 self.decide()
+                self.note_over()
                 self._check_running()
                 self._write_state()
             except Exception as error:  # the main thread ends the service with it

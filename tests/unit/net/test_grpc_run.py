@@ -1,6 +1,7 @@
 """Runs behind one address: each has its members, its messages and its own say about who takes part."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,8 @@ from coterie.net.roster import Roster
 from coterie.net.transport import Transport
 from coterie.net.wire import Address, Expectation
 
+OVER = "study-9"
+
 
 @pytest.fixture
 def three(port) -> Iterator[tuple[Roster, list[GrpcTransport]]]:
@@ -25,7 +28,7 @@ def three(port) -> Iterator[tuple[Roster, list[GrpcTransport]]]:
     made = [GrpcTransport(who, member.name, None) for member in who.members]
     for one in made:
         one.serve_head(lambda nonce: b"of the federation")
-        one.allow_runs({})
+        one.allow_runs({}, lambda run: run == OVER)
     yield who, made
     for one in made:
         one.close()
@@ -57,6 +60,20 @@ def test_a_run_that_is_not_open_yet_is_not_ready_and_nobody_is_blamed_for_asking
     assert first.ask_head("n1", "1", 2.0) == Missing("not_ready")
     assert not b.turned_away
     assert a.ask_head("n1", "1", 2.0) == b"of the federation", "the links stay"
+
+
+def test_a_member_that_does_not_come_back_to_a_study_says_so(three):
+    """ "not_ready" is asked again until the deadline of a round; "closing" is not."""
+    who, (a, b, _) = three
+    for run, reason in ((OVER, "closing"), ("study-1", "not_ready")):
+        roster = replace(of_two(who, run), schema="0" * 64)
+        asking = b.open_run(roster)
+        with closing(Post(asking, roster, lambda data: b"")) as post:
+            assert asking.fetch("n0", _expect(post), 5.0) == Missing(reason)
+            assert asking.ask_head("n0", "1", 2.0) == Missing(reason)
+        with a.open_run(roster) as opened:
+            opened.serve_head(lambda nonce: b"here")
+            assert asking.ask_head("n0", "1", 2.0) == b"here", "what is open is answered"
 
 
 def test_who_is_no_member_of_a_study_gets_nothing_of_it(three):

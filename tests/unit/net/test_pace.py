@@ -293,6 +293,28 @@ def test_a_member_that_was_slow_and_does_not_come_is_slow_again(network):  # noq
     assert [event["until"] for event in events if event["event"] == "slow"] == [26]
 
 
+def test_a_member_that_does_not_hold_questions_is_asked_a_few_times_a_second(network):  # noqa: F811
+    """b is not in this run for a second, as while it starts again: it says so at once. Then it comes."""
+    _, (a, b), _ = network(2, deadline=20.0, slow=3.0)
+    begin(a)
+    begin(b)
+    outbox, asked, away_until = b.post.transport.outbox, [], time.monotonic() + 1.0
+    ask = outbox.ask
+
+    def ask_or_refuse(asker, address, wait, answer):
+        asked.append(time.monotonic())
+        if time.monotonic() < away_until:
+            answer(Missing("not_ready"))
+        else:
+            ask(asker, address, wait, answer)
+
+    outbox.ask = ask_or_refuse
+    publish(b)
+    assert pull(a, 1).mask.all(), "it is not given up"
+    assert 3 <= len(asked) <= 8
+    assert asked[-1] - away_until < 0.8
+
+
 def test_slow_members_are_asked_where_fewer_than_two_others_could_be(network):  # noqa: F811
     """n3 is slow. With n1 and n2 it is left out; with one of them it is tried; alone it is waited for."""
     _, (a, *_), _ = network(4, deadline=20.0, slow=3.0)

@@ -18,6 +18,7 @@ from coterie.net.grpc_transport import GrpcTransport
 from coterie.net.log import Log
 from coterie.net.node import RunSpec
 from coterie.net.nodefile import make_run_spec
+from coterie.net.outbox import Missing
 from coterie.net.roster import Member, Roster
 from coterie.net.service import Membership, Service, StudyKeeper, derive_roster
 from coterie.net.statements import Proposal
@@ -158,7 +159,8 @@ def test_what_a_member_makes_up_is_refused_with_one_line_and_not_passed_on(three
     }
     listed = json.loads(south._list_studies()) | {"statements": list(sent)}
     south.transport.allow_runs(
-        {"Studies": lambda: json.dumps(listed).encode(), "Statement": lambda d: sent[d]}
+        {"Studies": lambda: json.dumps(listed).encode(), "Statement": lambda d: sent[d]},
+        lambda run: False,
     )
     three.exchange("north", "east", "north", "east")
     assert three.services["east"].ledger.entries.keys() == {"hearts"}
@@ -169,6 +171,34 @@ def test_what_a_member_makes_up_is_refused_with_one_line_and_not_passed_on(three
     for details in told:
         assert details["peer"] == "south"
         assert details["text"].isprintable()
+
+
+@pytest.mark.parametrize("how", ["withdrawal", "stop", "end", "refusal", "failed"])
+def test_a_study_that_is_over_for_a_member_is_not_waited_for_there(three, how):
+    """South asks north, which takes part no more: it does not wait for the deadline of its round."""
+    made, other = three.propose(), three.propose("other")
+    three.exchange()
+    north, south = three.services["north"], three.services["south"]
+
+    def ask(proposal: Proposal) -> Missing:
+        north.note_over()
+        of_study = replace(three.roster, run=proposal.run)
+        with south.transport.open_run(of_study) as run:
+            return run.ask_head("north", "1", 5.0)
+
+    assert ask(made) == Missing("not_ready"), "it may begin"
+    if how == "failed":
+        (north.ledger.find("hearts").folder / "failed.txt").write_text("why\n")
+    elif how == "refusal":
+        made = three.proposal("declined", by="south", time=made.time + 1)
+        three.membership("south").propose(made)
+        three.exchange()
+        three.say("north", "refusal", "declined")
+    else:
+        three.say("north", how)
+    north.ledger.reload()
+    assert ask(made) == Missing("closing")
+    assert ask(other) == Missing("not_ready"), "the other study may begin"
 
 
 def test_what_a_member_says_of_its_studies_is_read_strictly():
