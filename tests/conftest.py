@@ -1,5 +1,6 @@
 """What several test files share, and the one place that decides what a test without its tool or data comes to."""
 
+import gc
 import os
 import shutil
 import signal
@@ -43,6 +44,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[COLLECTED] = {
         item.nodeid: not any(item.get_closest_marker(name) for name in left_out) for item in items
     }
+
+
+def pytest_collection_finish() -> None:
+    """Keep a million objects, of all tests, out of each search for garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Search once more, for exceptions of what is thrown away: pytest searches five times, some seconds each."""
+    gc.collect()
+    gc.freeze()
 
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
