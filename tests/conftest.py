@@ -46,14 +46,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
 
 
-def pytest_collection_finish() -> None:
-    """Keep a million objects, of all tests, out of each search for garbage."""
-    gc.collect()
-    gc.freeze()
-
-
-def pytest_sessionfinish() -> None:
-    """Search once more, for exceptions of what is thrown away: pytest searches five times, some seconds each."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure() -> None:
+    """Search millions of objects for garbage once: pytest does it five times, for some seconds each."""
     gc.collect()
     gc.freeze()
 
