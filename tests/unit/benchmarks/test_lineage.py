@@ -26,7 +26,8 @@ def test_each_point_of_a_registered_grid_is_a_study_that_runs(name):
     assert grid["difference"].endswith(".")
     assert grid["conclude"].endswith(".")
     names = [point["name"] for point in grid["points"]]
-    assert len(set(names)) == len(names) >= 2
+    # A setting that another grid has found has one point in what it is to explain, too.
+    assert len(set(names)) == len(names) >= 1
     for point in grid["points"]:
         assert point["found_in"]
         for stage in lineage.STAGES:
