@@ -465,12 +465,16 @@ class Service:
         return None
 
     def note_over(self) -> None:
-        """Note the runs in which others need not wait for this member: it does not come back."""
+        """Note the runs in which others need not wait for this member, for all that is known."""
         entries = list(self.ledger.entries.values())
         self._over = frozenset(entry.proposal.run for entry in entries if self._is_over(entry))
 
     def _is_over(self, entry: Entry) -> bool:
-        return entry.is_closed(self.name) or (entry.folder / FAILED).exists()
+        if entry.is_closed(self.name) or (entry.folder / FAILED).exists():
+            return True
+        # Until another member approves it: what is left of it stops everywhere, at about this time.
+        stopped = any(entry.says("stop", name) for name in entry.proposal.members)
+        return stopped and not entry.has_quorum(self.keeper.roster)
 
     def _may_run(self, entry: Entry) -> bool:
         """Whether a study is approved and not over."""

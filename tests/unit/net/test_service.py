@@ -173,7 +173,7 @@ def test_what_a_member_makes_up_is_refused_with_one_line_and_not_passed_on(three
         assert details["text"].isprintable()
 
 
-@pytest.mark.parametrize("how", ["withdrawal", "stop", "end", "refusal", "failed"])
+@pytest.mark.parametrize("how", ["withdrawal", "stop", "end", "refusal", "failed", "too few"])
 def test_a_study_that_is_over_for_a_member_is_not_waited_for_there(three, how):
     """South asks north, which takes part no more: it does not wait for the deadline of its round."""
     made, other = three.propose(), three.propose("other")
@@ -189,6 +189,12 @@ def test_a_study_that_is_over_for_a_member_is_not_waited_for_there(three, how):
     assert ask(made) == Missing("not_ready"), "it may begin"
     if how == "failed":
         (north.ledger.find("hearts").folder / "failed.txt").write_text("why\n")
+    elif how == "too few":
+        three.say("south", "approval")
+        three.exchange()
+        assert ask(made) == Missing("not_ready"), "two of three have approved"
+        three.say("south", "stop")
+        three.exchange()
     elif how == "refusal":
         made = three.proposal("declined", by="south", time=made.time + 1)
         three.membership("south").propose(made)
