@@ -91,9 +91,9 @@ def test_only_images_are_cropped():
 def test_what_a_client_trains_on_is_its_image_or_a_crop_of_it(engine: str):
     """One sample, all weights 0: the step on the row of the true class is lr x 2/3 times what the model saw."""
     federation = tiny_federation(20, features=(1, 4, 4))
-    for augment in ("none", "crop-flip"):
+    for augment, padding in (("none", 1), ("crop-flip", 1), ("crop-flip", 0)):
         local = LocalTraining(
-            steps=1, batch_size=1, optimizer="sgd", lr=0.3, augment=augment, padding=1
+            steps=1, batch_size=1, optimizer="sgd", lr=0.3, augment=augment, padding=padding
         )
         task = build_task(federation.host(range(20)), "linear", dtype=torch.float64, engine=engine)
         after, _, _ = task.train(
@@ -104,11 +104,15 @@ def test_what_a_client_trains_on_is_its_image_or_a_crop_of_it(engine: str):
             place = int(Rng(0).at_round(0).generator("batches", client).permutation(12)[0])
             image, label = federation.x[client, place], int(federation.y[client, place])
             seen = after[client, :48].reshape(3, 1, 4, 4)[label] / (0.3 * 2 / 3)
-            crops = candidates(image, 1, torch.zeros(1, dtype=torch.float64))
+            crops = candidates(image, padding, torch.zeros(1, dtype=torch.float64))
             found = [number for number, crop in enumerate(crops) if torch.allclose(seen, crop)]
             assert found, "neither the image nor a crop of it"
             moved += not torch.allclose(seen, image)
             kinds.add(found[0])
-        assert moved == 0 if augment == "none" else (moved > 10 and len(kinds) > 8), (
-            "each client draws its own"
-        )
+        if augment == "none":
+            assert moved == 0
+        elif padding == 0:
+            assert (kinds, 4 < moved < 16) == ({0, 1}, True), "half of the images are mirrored"
+        else:
+            assert moved > 10
+            assert len(kinds) > 8, "each client draws its own"
