@@ -341,16 +341,17 @@ class Post:
             late = whole and bool(self.pace.floor) and was_held(found, patience)
             ready = isinstance(found, Delivery) or found.reason != "not_ready"
             took, asked = self.clock() - asked, self.clock()
-            if ready or peer in held or not self.pace.floor or until - asked < _SHORT:
+            again = not ready and peer not in held and bool(self.pace.floor)
+            # Where this run is not open, such as at a member that starts again, nothing holds the
+            # question until the message is there: it would be asked a thousand times a second.
+            if again and took < 0.5 * WAIT * min(patience, left):
+                self._closing.wait(max(0.0, min(_PAUSE, until - asked)))
+                asked = self.clock()
+            if not again or until - asked < _SHORT:
                 # One that was slow, and is not there when its trial ends, is slow again.
                 late |= not ready and until < whole_round
                 held |= {peer} if late else set()
                 return Wait(peer, asked - began, late, self._count(peer, found))
-            # Where this run is not open, such as at a member that starts again, nothing holds the
-            # question until the message is there: it would be asked a thousand times a second.
-            if took < 0.5 * WAIT * min(patience, left):
-                self._closing.wait(min(_PAUSE, until - asked))
-                asked = self.clock()
             patience *= 2  # few questions, also when a member is far behind
 
     def fetch_all(

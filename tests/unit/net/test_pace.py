@@ -315,6 +315,27 @@ def test_a_member_that_does_not_hold_questions_is_asked_a_few_times_a_second(net
     assert asked[-1] - away_until < 0.8
 
 
+def test_a_member_that_does_not_come_is_not_ready_at_the_deadline(network):  # noqa: F811
+    """Also where nothing holds the questions: the last one is not asked after the deadline."""
+    _, (a, b), events = network(2, deadline=0.6, slow=3.0)
+    begin(a)
+    begin(b)
+    asked = []
+
+    def refuse(asker, address, wait, answer):
+        asked.append(wait)
+        answer(Missing("not_ready"))
+
+    b.post.transport.outbox.ask = refuse
+    began = time.monotonic()
+    assert not pull(a, 1).mask.any()
+    assert 0.5 < time.monotonic() - began < 1.5
+    assert 2 <= len(asked) <= 4
+    assert min(asked) > 0
+    assert dict(a.post.traffic.missing) == {"not_ready": 1}
+    assert [event["missing"] for event in events if event.get("missing")] == [{"1": "not_ready"}]
+
+
 def test_slow_members_are_asked_where_fewer_than_two_others_could_be(network):  # noqa: F811
     """n3 is slow. With n1 and n2 it is left out; with one of them it is tried; alone it is waited for."""
     _, (a, *_), _ = network(4, deadline=20.0, slow=3.0)
