@@ -30,7 +30,7 @@ from coterie.engine.training import Trained, Trainer
 from coterie.errors import ConfigError, ModelError
 from coterie.exchange.base import Inbox
 from coterie.functional import metrics
-from coterie.functional.losses import Loss, Tokens, default_loss
+from coterie.functional.losses import CustomLoss, Loss, Tokens, default_loss
 from coterie.models.given import copy_deeply
 from coterie.models.layout import Layout
 from coterie.models.part import ParameterSharing
@@ -502,8 +502,11 @@ def _check_outputs(
         raise ModelError(
             f"the module has {outputs.shape[-1]} outputs; expected {classes}, one a class"
         )
+    names = data.federation.class_names
     if loss.targets == "class":
-        _check_meaning(outputs.shape[-1], data.federation.class_names, keeps_given)
+        _check_meaning(outputs.shape[-1], names, keeps_given)
+    elif loss.targets == "numbers":
+        _check_numbers(loss, outputs[0].numel(), names)
     for samples in (data.samples, *data.tests):
         if len(samples):
             loss.check_data(outputs, samples.y)
@@ -523,12 +526,10 @@ def _check_meaning(outputs: int, names: Sequence[str], keeps_given: bool) -> Non
     Raises:
         ModelError: for weights that were given, where each label is the number of an output.
     """
-    if outputs <= len(names) or not all(map(WHOLE.fullmatch, names)):
+    renumbered = _find_renumbered(names)
+    if outputs <= len(names) or renumbered is None:
         return
-    labels = list(map(int, names))
-    place = next((i for i, label in enumerate(labels) if i != label), None)
-    if place is None:  # they are the numbers of their classes
-        return
+    labels, place = renumbered
     known = min(labels) >= 0 and max(labels) < outputs
     said = (
         f"the module has {outputs} outputs, and the labels {', '.join(names[:5])}"
@@ -540,3 +541,46 @@ def _check_meaning(outputs: int, names: Sequence[str], keeps_given: bool) -> Non
     if known and keeps_given:
         raise ModelError(f"{said} (its weights are given, and their outputs have a meaning)")
     warnings.warn(said, stacklevel=2)
+
+
+def _check_numbers(loss: Loss, outputs: int, names: Sequence[str]) -> None:
+    """Refuse a loss of numbers where labels were replaced by the numbers of their classes.
+
+    Days of 30, 60 and 90 are the classes 0, 1 and 2, and errors would be in classes, not in days.
+
+    Args:
+        loss: takes targets as numbers, or is a function of one's own, which may mean either.
+        outputs: of the module for a sample.
+        names: of the classes.
+
+    Raises:
+        ConfigError: for a loss of numbers; of a function it is said where there is one output for
+            more than two classes.
+    """
+    renumbered = _find_renumbered(names)
+    if renumbered is None:
+        return
+    labels, place = renumbered
+    own = isinstance(loss, CustomLoss)
+    name = loss.path if own else loss.kind
+    said = (
+        f"loss {name!r} takes the numbers of classes, from 0 to {len(names) - 1}, and not the "
+        f"labels {', '.join(names[:5])}{', ...' * (len(names) > 5)}: it has {place} for "
+        f"{labels[place]}; for a regression make the data with classes = 0, or give floats"
+    )
+    if not own:
+        raise ConfigError(said)
+    if outputs == 1 and len(names) > 2:
+        warnings.warn(said, stacklevel=2)
+
+
+def _find_renumbered(names: Sequence[str]) -> tuple[list[int], int] | None:
+    """Return the labels of classes, and the first class whose number is not its label.
+
+    None where labels are words, or the numbers of their classes.
+    """
+    if not all(map(WHOLE.fullmatch, names)):
+        return None
+    labels = list(map(int, names))
+    place = next((i for i, label in enumerate(labels) if i != label), None)
+    return None if place is None else (labels, place)

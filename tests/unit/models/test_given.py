@@ -163,6 +163,51 @@ def test_outputs_that_can_mean_their_classes_alone_are_nothing_to_say(labels, gi
     assert run.params.isfinite().all()
 
 
+def in_days(outputs, targets):
+    return (outputs.reshape(-1) - targets.to(outputs.dtype)).square()
+
+
+@pytest.mark.parametrize("loss", ["mse", "mae", "huber", "poisson", {"kind": "quantile"}])
+def test_a_loss_of_numbers_does_not_get_the_numbers_of_classes(loss):
+    """Days of 30, 60 and 90 are the classes 0, 1 and 2: an error of 0.3 would be of no day."""
+    days = (30, 60, 90)
+    said = r"numbers of classes, from 0 to 2, and not the labels 30, 60, 90: it has 0 for 30; for"
+    with pytest.raises(ConfigError, match=said + r" a regression make the data with classes = 0"):
+        start(nn.Linear(4, 1 if isinstance(loss, str) else 3), data=renumbered(days), loss=loss)
+
+
+def test_a_regression_of_whole_numbers_is_in_their_unit():
+    """A model that says 0 is off by 30, 60 or 90 days, and by 60 on average."""
+    zero = nn.Linear(4, 1)
+    for one in zero.parameters():
+        nn.init.zeros_(one)
+    data = renumbered((30, 60, 90), classes=0)
+    truth = [float(test.y.mean()) for test in data.tests]
+    run = start(zero, data=data, loss="mae", local=coterie.LocalTraining(lr=1e-12))
+    found = run.metrics.query("split == 'test' and metric == 'loss'")["value"].tolist()
+    assert found[-2:] == pytest.approx(truth)
+    # Labels that are the numbers of their classes mean the same as either.
+    start(nn.Linear(4, 1), data=renumbered((0, 1, 2)), loss="mse")
+
+
+def test_a_loss_of_ones_own_with_one_output_is_told_of_labels_it_does_not_get():
+    def run_on(labels, outputs):
+        start(nn.Linear(4, outputs), data=renumbered(labels), loss=loss)
+
+    loss = f"{__name__}:in_days"
+    with pytest.warns(UserWarning, match=r"in_days' takes the numbers of .* labels 30, 60, 90"):
+        run_on((30, 60, 90), 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_on((1, 2), 1)  # a yes or no with one logit
+        loss = f"{__name__}:of_classes"
+        run_on((30, 60, 90), 3)
+
+
+def of_classes(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
 def test_an_initialization_of_ones_own_holds_for_a_module_and_for_a_class():
     """For a class too under each client's stream, where models differ."""
     x, y = torch.randn(60, 60), torch.arange(60) % 40
