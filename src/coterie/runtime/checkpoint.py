@@ -294,13 +294,14 @@ def load_state_tensors(folder: Path) -> dict[str, Tensor]:
 
 def _load_tensors(path: Path, compact: dict[str, Any], device: str) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint; compact tables are unpacked."""
-    if not compact:
-        return load_file(str(path), device=device)
     # "#" marks the parts of compact tables, which need other tensors to be read.
     stored = load_file(str(path))
     tensors = {name: tensor.to(device) for name, tensor in stored.items() if "#" not in name}
     for name, header in compact.items():
         tensors[name] = _compact.unpack_table(name, header, stored).to(device)
+    # Older versions did not note whose model had changed since the last evaluation.
+    if (stopped := tensors.get("tracker.stopped")) is not None:
+        tensors.setdefault("tracker.changed", torch.zeros_like(stopped))
     return tensors
 
 

@@ -55,13 +55,15 @@ class ServerRefused(UserWarning):
 class Tracker:
     """The state of early stopping and of the choice of each client's best model.
 
-    `best` is empty where best models are not stored.
+    `best` is empty where best models are not stored; `changed` says whose model is another one than
+    at the last evaluation.
     """
 
     best_loss: Float[Tensor, " clients"]
     best: Float[Tensor, "kept params"]
     bad: Int[Tensor, " clients"]
     stopped: Bool[Tensor, " clients"]
+    changed: Bool[Tensor, " clients"]
 
     @staticmethod
     def start(params: Float[Tensor, "clients params"], keep: bool = True) -> "Tracker":
@@ -72,7 +74,11 @@ class Tracker:
         zero = torch.zeros(number, dtype=torch.int64)
         if not keep:
             params = params[:0]
-        return Tracker(nothing, params.clone(), zero, zero.bool())
+        return Tracker(nothing, params.clone(), zero, zero.bool(), zero.bool())
+
+    def note_changed(self, rows: Int[Tensor, " rows"]) -> "Tracker":
+        """Return the tracker after some clients got other models."""
+        return dataclasses.replace(self, changed=self.changed.index_fill(0, rows, True))
 
     def observe(
         self,
@@ -105,7 +111,9 @@ class Tracker:
         if len(best) and bool(better.any()):
             # `where` copies, so that earlier trackers stay as they are.
             best = torch.where(better.to(params.device)[:, None], params, self.best)
-        return Tracker(torch.where(better, loss, self.best_loss), best, bad, stopped)
+        return Tracker(
+            torch.where(better, loss, self.best_loss), best, bad, stopped, self.changed & ~measured
+        )
 
 
 class Loop:
@@ -430,6 +438,7 @@ class Loop:
         if "train_samples" in info:
             self.train_samples += int(info["train_samples"].sum())
         self._record_info(index, ids[rows], info)
+        self.tracker = self.tracker.note_changed(rows)
         # The last round is evaluated in any case: the final choice needs it. So are the first round
         # of a phase, from which on the best model is chosen, and the last, which is its result.
         last = index + 1 == self.settings.rounds
@@ -447,8 +456,8 @@ class Loop:
         elif trained is not None:
             judged = params.index_copy(0, rows.to(params.device), trained)
         # A server serves every client after each round, so all are measured; of peers only the
-        # ones that took part have changed.
-        measured = self._select_changed(rows)
+        # ones that took part since the last evaluation have changed.
+        measured = self.tracker.changed.clone()
         if self.method.server or begins:
             measured[:] = True
         if bool(measured.all()):
@@ -474,7 +483,9 @@ class Loop:
         self.tracker = self.tracker.observe(
             judged, loss, measured, unknown, patience, self.settings.validate_every
         )
-        new = self.tracker.stopped & ~before
+        # Who stops repeats the extras of its last message, so it stops in a round that it is in.
+        new = torch.zeros_like(before).index_fill(0, rows, True) & self.tracker.stopped & ~before
+        self.tracker = dataclasses.replace(self.tracker, stopped=before | new)
         if bool(new.any()):
             # A stopped client publishes this model from now on.
             models = self.state.params
@@ -484,16 +495,6 @@ class Loop:
                 ids[new], models[new]
             )
         self._record_evaluation(index, params, extra)
-
-    def _select_changed(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, " clients"]:
-        """Return which hosted clients have another model than at the last evaluation.
-
-        Args:
-            rows: of the clients that took part in the round.
-        """
-        changed = torch.zeros(len(self.task), dtype=torch.bool)
-        changed[rows] = True
-        return changed
 
     def _record_evaluation(self, index: int, params: Tensor, extra: Info) -> None:
         """Record how the models do now: on validation data, and where it is time on test sets."""

@@ -278,7 +278,13 @@ class AsynchronousLoop(Loop):
             kept = before.best[rows]
         if params is None:
             params = before.best.new_zeros(len(rows), 0)
-        own = Tracker(before.best_loss[rows], kept, before.bad[rows], before.stopped[rows])
+        own = Tracker(
+            before.best_loss[rows],
+            kept,
+            before.bad[rows],
+            before.stopped[rows],
+            before.changed[rows],
+        )
         return own.observe(
             params,
             values[metrics.LOSS.name],
@@ -334,6 +340,7 @@ class AsynchronousLoop(Loop):
             old.best,
             old.bad.index_copy(0, rows, new.bad),
             old.stopped.index_copy(0, rows, new.stopped),
+            old.changed,
         )
 
     def _publish(self, clients: Sequence[int], times: Sequence[int], state: State) -> None:

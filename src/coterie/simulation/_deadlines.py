@@ -202,8 +202,6 @@ class DeadlineLoop(Loop):
         self.flight: State | None = None
         # Until when each client trains on after a deadline, in nanoseconds; 0 for who does not.
         self.busy = torch.zeros(len(task), dtype=torch.int64)
-        # Who has got a model since the last evaluation, whose training was over after a deadline.
-        self.given = torch.zeros(len(task), dtype=torch.bool)
         self._before = self.state
 
     def _check_deadline(self) -> None:
@@ -292,17 +290,11 @@ class DeadlineLoop(Loop):
         new = replace(self.flight.select_rows(done), shared=self.state.shared)
         self.state = self.state.replace_rows(done, new)
         self.busy[done] = 0
-        self.given[done] = True
-
-    def _select_changed(self, rows: Int[Tensor, " rows"]) -> Bool[Tensor, " clients"]:
-        # A late client is among them, with the model that it had: measured again, and the same.
-        changed = super()._select_changed(rows) | self.given
-        self.given[:] = False
-        return changed
+        self.tracker = self.tracker.note_changed(done)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return who still trains, and what comes of it."""
-        out = {"busy": self.busy, "given": self.given}
+        out = {"busy": self.busy}
         if self.flight is not None:
             for name, owned in list_parts(self.flight).items():
                 out |= prefix_keys(f"flight.{name}.", dict(enumerate(owned)))
@@ -312,7 +304,7 @@ class DeadlineLoop(Loop):
         """Restore the result of `snapshot`."""
         if not tensors:
             return
-        self.busy, self.given = tensors["busy"].clone(), tensors["given"].clone()
+        self.busy = tensors["busy"].clone()
         held = select_prefix("flight.", tensors)
         self.flight = copy_state(self.state) if held else None
         if self.flight is not None:

@@ -177,6 +177,81 @@ def test_the_last_round_is_validated_so_that_its_models_can_be_the_best():
     assert sorted(current["round"].unique()) == [-1, 1, 3, 4]
 
 
+@pytest.mark.parametrize("order", ["exchange_first", "train_first"])
+def test_who_rests_in_the_round_that_validates_is_measured_as_it_trained_before(order):
+    """Two of six clients a round, every fifth round validated: what each has by then, and the best of these."""
+    changes = {"rounds": 10, "participation": 2, "order": order}
+    every, seldom = run(**changes), run(validate_every=5, **changes)
+    rested = 0
+    for client in range(6):
+        # Each round measures who took part in it, so that all values are of the newest models.
+        known = dict(zip(range(-1, 10), losses(every, client), strict=True))
+        found = losses(seldom, client)
+        if order == "exchange_first":
+            assert found == [known[-1], known[4], known[9]]
+            assert losses(seldom, client, "best") == [min(found)]
+        changed = {round: known[round] != known[round - 1] for round in range(10)}
+        late = not changed[9] and any(changed[round] for round in range(5, 9))
+        rested += late
+        assert not late or found[2] != found[1]
+    assert rested
+
+
+def test_clients_that_rest_when_a_run_is_killed_or_split_are_measured_all_the_same(tmp_path):
+    """Killed after any round and resumed, or hosted in two blocks: the bytes of a run in one go."""
+    changes = {"rounds": 7, "participation": 2, "validate_every": 3, "checkpoint_seconds": 0.0}
+    settings, data = tiny_settings(**changes), tiny_federation()
+
+    def go(folder, at=None, resume=False):
+        def kill(progress):
+            if progress.round == at:
+                raise KeyboardInterrupt
+
+        return simulate(
+            data, Random(2), model="linear", settings=settings, folder=tmp_path / folder,
+            resume=resume, observer=kill,
+        )  # fmt: skip
+
+    whole = go("whole")
+    for at in range(7):
+        with pytest.raises(KeyboardInterrupt):
+            go("killed", at, resume=at > 0)
+    assert torch.equal(go("killed", resume=True).params, whole.params)
+    for name in ("metrics.parquet", "checkpoint.safetensors"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        go("split", 4)
+    split = simulate_in_blocks(
+        data, Random(2), model="linear", blocks=2, start=ThreadBlocks.start, settings=settings,
+        folder=tmp_path / "split", resume=True,
+    )  # fmt: skip
+    assert torch.equal(split.params, whole.params)
+    assert split.metrics.equals(whole.metrics)
+
+
+def test_a_client_stops_in_a_round_that_it_is_in_so_that_its_messages_go_on():
+    """Half of the clients a round, every third round validated, ever worse models."""
+    settings = tiny_settings(
+        rounds=60,
+        patience=2,
+        participation=3,
+        validate_every=3,
+        local=LocalTraining(optimizer="sgd", lr=50.0),
+    )
+    data = tiny_federation()
+    exchange = InMemory(data.ids, 6)
+    record = Record(torch.zeros(6).long())
+    loop = Loop(_task(data, settings), Random(2), exchange, settings, Rng(1), record)
+    seen = 0
+    while not loop.is_finished:
+        gone = set(loop.tracker.stopped.nonzero().flatten().tolist())
+        loop.run_next_round()
+        if loop.next_round > 0 and len(exchange.active):
+            assert gone <= set(exchange.last[0].ids.tolist())
+            seen += bool(gone)
+    assert seen
+
+
 def test_tests_between_validations_are_refused():
     with pytest.raises(
         ConfigError, match=r"eval_every is 3; expected a multiple of validate_every \(2\)"
