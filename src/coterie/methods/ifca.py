@@ -251,9 +251,10 @@ def choose_cluster(
         # argmin takes the first of equal losses.
         replace_nan_losses(task.score(offer, keep=True)).argmin(1).to(offer.index.device)[:, None]
     )
-    # The table is the server's models in order: its row number is the cluster.
-    label = offer.index.gather(1, best)[:, 0]
-    return label, offer.table[label]
+    # `peers` numbers the server's models, and `index` the rows that came: a node gets those alone
+    # that its clients are shown.
+    label = offer.peers.to(best.device).gather(1, best)[:, 0]
+    return label, offer.table[offer.index.gather(1, best)[:, 0]]
 
 
 def _reply_with_all_models(

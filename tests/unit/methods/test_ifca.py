@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from coterie.exchange.base import Message
-from coterie.methods.ifca import Ifca, IfcaModels
+from coterie.exchange.base import Inbox, Message
+from coterie.methods.ifca import Ifca, IfcaModels, choose_cluster
 from coterie.methods.server import ServerContext
 from coterie.models.layout import Layout
 from coterie.rng import Rng
@@ -39,6 +39,21 @@ def test_clusters_are_averaged_as_the_options_say(options, expected):
     context = ServerContext(0, Rng(0).at_round(0), layout, 3)
     merged = method.aggregate(context, old, Message(params, fields, torch.arange(3))).models
     torch.testing.assert_close(merged, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_a_cluster_has_the_servers_number_where_a_node_was_shown_some_of_the_models():
+    """Of the server's models 1 and 4 came, in rows 0 and 1; the first client was shown one of them."""
+    index, table = torch.tensor([[1, 1], [0, 1]]), torch.tensor([[1.0], [4.0]])
+
+    class Losses:
+        def score(self, inbox, keep):
+            return torch.tensor([[0.5, 0.5], [2.0, 3.0]])
+
+    nothing = torch.zeros_like(index)
+    offer = Inbox(table, index, torch.tensor([[4, 4], [1, 4]]), nothing == 0, nothing, {}, nothing)
+    label, model = choose_cluster(Losses(), offer)
+    assert label.tolist() == [4, 1]
+    assert model.tolist() == [[4.0], [1.0]]
 
 
 @pytest.mark.option("Ifca.start", "independent", "resample")

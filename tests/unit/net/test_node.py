@@ -171,6 +171,7 @@ PARITY += [
     ("random", {"num_peers": 2, "selection": curious, "aggregation": median}),
     ("dac", {"num_peers": 2, "selection": curious, "aggregation": median}),
     ("fedavg", {"aggregation": median}),
+    ("ifca", {"clusters": 3, "start": "random_groups", "group_rounds": 2}),
 ]
 
 
