@@ -128,6 +128,8 @@ class Ppdl(PeerMethod):
         part = weight.to(state.params)[:, None]
         # A client without a mean keeps its bits.
         mixed = torch.where(part > 0, state.params * (1 - part) + found.table * part, state.params)
+        # What is measured is the model that is used: statistics as `buffers` says, ranks as set.
+        mixed = rnd.task.apply_buffer_policy(state.params, mixed)
         earned, passes = self._measure_rewards(rnd, mixed, found)
         memory = self._remember(rnd, state.memory, found, earned, chances)
         report = {

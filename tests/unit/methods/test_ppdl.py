@@ -1,10 +1,11 @@
 """PPDL: rounds worked by hand, what it refuses, and the claim of its paper on a planted problem."""
 
 import statistics
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
+from torch import nn
 
 from coterie.engine.task import LocalTraining
 from coterie.errors import ConfigError
@@ -83,6 +84,28 @@ def test_what_a_group_earned_is_what_the_average_does_on_the_validation_data(rew
     assert new.memory.chances[:, 0].tolist() == pytest.approx([0.1] * 6)  # of ten groups
     assert new.memory.spreads[:, 0].tolist() == pytest.approx([0.5] * 6)
     assert (new.memory.members[:, 1:] == -1).all()
+
+
+@pytest.mark.parametrize("buffers", ["local", "average"])
+def test_a_group_earns_what_the_model_does_that_is_used_with_its_own_statistics(buffers):
+    """Inputs of clients are apart, so that statistics of batch normalizations are too."""
+    apart = 3.0 * torch.arange(6)[:, None, None]
+    federation = replace(FEDERATION, x=FEDERATION.x + apart)
+    method = Ppdl(group_size=2, reward="likelihood")
+    make = _RunFactory(federation, method, make_normalized, tiny_settings(buffers=buffers))
+    loop = make.make_loop(InMemory(torch.arange(6), 6), Rng(3), list(range(6)))
+    loop.run_next_round()
+    before, (new, _) = loop.state.params, exchange(loop)
+    used, trained = new.params.clone(), loop.task.layout.trainable
+    if buffers == "local":
+        used[:, trained:] = before[:, trained:]
+        assert not torch.equal(before[0, trained:], before[1, trained:])
+    loss = loop.task.loss(used, "validation").double()
+    torch.testing.assert_close(new.memory.rewards[:, 0], torch.exp(-loss), rtol=0, atol=1e-6)
+
+
+def make_normalized():
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
 
 def test_a_client_remembers_so_many_rounds_the_newest_first():
