@@ -259,10 +259,18 @@ def hash_study(study: StudyConfig) -> str:
     return hashlib.sha256(json.dumps(make_identity(study)).encode()).hexdigest()[:16]
 
 
-def describe_difference(found: StudyConfig, wanted: StudyConfig) -> str:
-    """Describe the first setting in which two studies differ; "" when results would be equal."""
+def describe_difference(found: StudyConfig, wanted: StudyConfig, *, of_methods: bool = True) -> str:
+    """Describe the first setting in which two studies differ; "" when results would be equal.
+
+    Args:
+        found: a stored study.
+        wanted: the study that it is compared with.
+        of_methods: compare seeds and the settings of single methods, too.
+    """
     a, b = make_identity(found), make_identity(wanted)
     for key in sorted({*a, *b}):
+        if not of_methods and (key == "seeds" or key.startswith("methods.")):
+            continue
         if a.get(key) != b.get(key):
             return f"{key} is {a.get(key)!r} there and {b.get(key)!r} here"
     return ""

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pandas as pd
 
@@ -361,22 +361,27 @@ def run_studies(
 
     # All checks come before anything is written or deleted.
     check_folder(folder)
-    described: dict[str, dict[str, str]] = {}
+    described: dict[str, tuple[int, dict[str, str]]] = {}
     tables: dict[FoundTable, None] = {}
     work = engine_choice.PlanWork[tuple[str, str]]()
     engines: dict[tuple[str, str], EngineChoice] = {}
     # The first point last: its data are at hand for the first run.
     for point, study in [*studies.items()][::-1]:
         _check_folder(study, folder / point, resume, overwrite)
-        data = plan.inputs.select_study(study).make_federation(study.seeds[0])
+        first = study.seeds[0]
+        # Where seeds are added, the one that the study began with shows whether its data are the
+        # same. A federation that is given itself may be of the added seed alone.
+        if resume and not isinstance(federation, Federation):
+            first = _with_stored_seeds(study, folder / point).seeds[0]
+        data = plan.inputs.select_study(study).make_federation(first)
         if resume:
-            _check_data(study, folder / point, data)
+            _check_data(folder / point, first, data)
         plan.check_methods(point, data, work)
         if resume:
             stored = engine_choice.load_choices(folder / point)
             for label, choice in stored.items():
                 engines[point, label] = choice
-        described[point] = _describe_data(data)
+        described[point] = first, _describe_data(data)
         schema = TableSchema.from_federation(data)
         if schema is not None:
             tables[FoundTable(tuple(schema.describe(data.notes)))] = None
@@ -387,7 +392,7 @@ def run_studies(
         for place in [folder] if (folder / CONFIG).exists() else map(folder.joinpath, studies):
             _delete_folder(place)
     for point, study in studies.items():
-        _prepare_folder(study, folder / point, described[point], resume=resume)
+        _prepare_folder(study, folder / point, *described[point], resume=resume)
         own = {}
         for (where, label), choice in engines.items():
             if where == point:
@@ -737,7 +742,9 @@ def _check_folder(study: StudyConfig, folder: Path, resume: bool, overwrite: boo
     if not (folder / CONFIG).exists():
         raise RunExistsError(f"{folder} exists and is no study; choose another folder with --out")
     if resume:
-        _check_same_settings(study, folder)
+        # Those of other seeds too: tables are of all seeds that the study has.
+        _check_same_settings(_with_stored_seeds(study, folder), folder)
+        _check_shared_settings(study, folder)
     elif not overwrite:
         raise RunExistsError(
             f"{folder} exists; expected a new folder: start again with overwrite, or choose "
@@ -751,26 +758,50 @@ def _check_same_settings(study: StudyConfig, folder: Path) -> None:
     for entry in study.methods:
         for seed in study.seeds:
             path = run_folder(folder, Job(entry.label, seed)) / CONFIG
-            # Missing or damaged: it is written again.
-            if manifest.describe_fault(path.parent, CONFIG):
+            found = _load_run_settings(path)
+            if found is None:
                 continue
-            # The settings can be compared without the code of the methods.
-            try:
-                found = config.parse_study_text(
-                    path.read_text(encoding="utf-8"), str(path), to_run=False
-                )
-            except ConfigError as error:
-                raise CheckpointError(
-                    f"{path} is damaged ({error}); delete its folder to run it again"
-                ) from error
             wanted = study.select_run(entry.label, seed)
             if config.hash_study(found) != config.hash_study(wanted):
-                change = config.describe_difference(found, wanted)
-                raise CheckpointError(
-                    f"{path.parent} was run with other settings ({change}); --overwrite starts "
-                    "again, --out keeps both"
-                )
+                _refuse_settings(path, config.describe_difference(found, wanted))
             _check_own_code(wanted, path.parent)
+
+
+def _check_shared_settings(study: StudyConfig, folder: Path) -> None:
+    """Refuse stored runs of methods that the study no longer has, if they had other settings.
+
+    Tables have them next to its own methods.
+    """
+    labels = {entry.label for entry in study.methods}
+    for path in sorted(folder.glob(f"*/seed-*/{CONFIG}")):
+        if path.parents[1].name in labels:
+            continue
+        found = _load_run_settings(path)
+        if found is None:
+            continue
+        if change := config.describe_difference(found, study, of_methods=False):
+            _refuse_settings(path, change)
+
+
+def _load_run_settings(path: Path) -> StudyConfig | None:
+    """Return the study in the file of a stored run; None where it is missing or damaged."""
+    # It is written again.
+    if manifest.describe_fault(path.parent, CONFIG):
+        return None
+    # The settings can be compared without the code of the methods.
+    try:
+        return config.parse_study_text(path.read_text(encoding="utf-8"), str(path), to_run=False)
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{path} is damaged ({error}); delete its folder to run it again"
+        ) from error
+
+
+def _refuse_settings(path: Path, change: str) -> NoReturn:
+    raise CheckpointError(
+        f"{path.parent} was run with other settings ({change}); --overwrite starts again, --out "
+        "keeps both"
+    )
 
 
 def _check_own_code(run: StudyConfig, folder: Path) -> None:
@@ -787,22 +818,17 @@ def _check_own_code(run: StudyConfig, folder: Path) -> None:
             )
 
 
-def _describes_data(study: StudyConfig, folder: Path) -> bool:
-    """Whether a folder has an undamaged description of the data of a study's first seed."""
-    if any(manifest.describe_fault(folder, name) for name in (CONFIG, stored_runs.FEDERATION)):
-        return False
-    return load_stored_study(folder)[0].seeds[0] == study.seeds[0]
-
-
-def _check_data(study: StudyConfig, folder: Path, first: Federation) -> None:
-    """Refuse other data than the study began with.
+def _check_data(folder: Path, seed: int, data: Federation) -> None:
+    """Refuse other data of a seed than the study began with.
 
     Settings cannot show it where data come from a file.
     """
-    if not _describes_data(study, folder):
+    if any(manifest.describe_fault(folder, name) for name in (CONFIG, stored_runs.FEDERATION)):
+        return
+    if load_stored_study(folder)[0].seeds[0] != seed:
         return
     content = json.loads((folder / stored_runs.FEDERATION).read_text(encoding="utf-8"))
-    there, here = content["fingerprint"], first.compute_fingerprint()
+    there, here = content["fingerprint"], data.compute_fingerprint()
     if there != here:
         raise CheckpointError(
             f"{folder} was run with other data (their fingerprint is {there} there and {here} "
@@ -836,18 +862,14 @@ def _delete_folder(folder: Path) -> None:
 
 
 def _prepare_folder(
-    study: StudyConfig, folder: Path, files: dict[str, str], *, resume: bool
+    study: StudyConfig, folder: Path, first: int, files: dict[str, str], *, resume: bool
 ) -> None:
-    """Make the study's folder, with the study and the files that describe its data."""
+    """Make the study's folder, with the study and the files that describe its first seed's data."""
     # No other process may change the stored seeds between reading and writing.
     with claim_folder(folder, wait=summary.STUDY_WAIT):
-        other = (
-            resume
-            and (folder / stored_runs.FEDERATION).exists()
-            and not _describes_data(study, folder)
-        )
-        # A whole description of another first seed stays: seeds were added to the study.
-        if other and not manifest.describe_fault(folder, stored_runs.FEDERATION):
+        kept = _with_stored_seeds(study, folder) if resume else study
+        # Another process has begun the study meanwhile, with another first seed.
+        whole = not manifest.describe_fault(folder, stored_runs.FEDERATION)
+        if whole and kept.seeds[0] != first:
             files = {}
-        content = config.format_study(_with_stored_seeds(study, folder) if resume else study)
-        summary.write_study_files(folder, {CONFIG: content, **files})
+        summary.write_study_files(folder, {CONFIG: config.format_study(kept), **files})

@@ -477,6 +477,29 @@ def test_resuming_with_other_data_is_refused_even_when_the_settings_are_the_same
     run_study(one, out=tmp_path, federation=tiny_federation(seed=0), resume=True)
 
 
+def test_a_seed_is_not_added_to_runs_of_other_settings_or_data(tmp_path):
+    """All seeds are in one mean: those that are there count, though they are not run again."""
+
+    def make(shift):
+        return lambda seed: tiny_federation(seed=seed + shift)
+
+    run_study(small("seeds=[0]", "rounds=1"), out=tmp_path, federation=make(0))
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError, match=r"other settings \(local.lr is 0.1 there and 0.2"):
+        run_study(small("seeds=[1]", "rounds=1", "local.lr=0.2"), out=tmp_path, federation=make(0))
+    with pytest.raises(CheckpointError, match="was run with other data"):
+        run_study(small("seeds=[1]", "rounds=1"), out=tmp_path, federation=make(5))
+    # A method that the study no longer has is in its tables all the same.
+    one = ("seeds=[0]", 'use_methods=["Solo"]', "methods.Alone.label=Solo")
+    with pytest.raises(CheckpointError, match=r"Alone.seed-0 was .*\(rounds is 1 there and 2 here"):
+        run_study(small(*one, "rounds=2"), out=tmp_path, federation=make(0))
+    assert contents(tmp_path) == before
+    run_study(small(*one, "rounds=1"), out=tmp_path, federation=make(0))
+    done = run_study(small("seeds=[1]", "rounds=1"), out=tmp_path, federation=make(0))
+    assert done.config.seeds == (1,)
+    assert load_stored_study(done.folder)[0].seeds == (0, 1)
+
+
 def test_a_table_that_has_changed_is_read_again(tmp_path, monkeypatch):
     """Also by the same process, which may be a notebook."""
     monkeypatch.chdir(tmp_path)
