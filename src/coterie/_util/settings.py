@@ -77,8 +77,12 @@ class Configurable:
         try:
             for name, hint in settable_fields(cls).items():
                 # The dataclass is frozen: values are stored in checked form, past it.
-                value = getattr(self, name)
-                _check_not_empty(name, value, getattr(cls, name, None))
+                value, default = getattr(self, name), getattr(cls, name, None)
+                _check_not_empty(name, value, default)
+                # Where leaving it out means something else, this word alone says "not set".
+                is_said = isinstance(value, str) and value == NONE
+                if is_said and default is not None and _fit_value(None, hint)[0]:
+                    value = None
                 object.__setattr__(self, name, _check_value(name, value, hint))
             self._check_rules()
         except ConfigError as error:
@@ -338,7 +342,9 @@ def _describe_range(bounds: Sequence[Any]) -> str:
 
 
 def to_plain(value: Any, *, decided: bool = True) -> Any:
-    """Return settings as plain values: the inverse of `parse_settings`. None is left out.
+    """Return settings as plain values: the inverse of `parse_settings`.
+
+    None is left out where it is the default, and else written as the text "none".
 
     Args:
         value: settings, or values of them.
@@ -366,6 +372,8 @@ def to_plain(value: Any, *, decided: bool = True) -> Any:
                 continue
             if (found := getattr(value, item.name)) is not None:
                 own[item.name] = to_plain(found, decided=decided)
+            elif item.default is not None and item.default is not MISSING:
+                own[item.name] = NONE
         if isinstance(kind, str) and "kind" not in own:
             own = {"kind": kind, **own}
         return own

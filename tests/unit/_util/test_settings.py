@@ -102,6 +102,22 @@ class Bounded(Configurable):
     below: Annotated[float, Lt(1)] = 0.0
 
 
+@dataclass(frozen=True)
+class Unset(Configurable):
+    epochs: int | None = 10
+    rule: str | None = "mean"
+    note: str | None = None
+
+
+def test_what_is_unset_in_place_of_a_default_is_stored_as_unset():
+    """Left out it would be read as the default again."""
+    made = parse_settings(Unset, {"epochs": "none", "rule": "none"}, "x")
+    assert made == Unset(None, None) != Unset()
+    assert to_plain(made) == {"epochs": "none", "rule": "none"}
+    assert parse_settings(Unset, to_plain(made), "x") == made
+    assert to_plain(Unset()) == {"epochs": 10, "rule": "mean"}
+
+
 def test_a_range_has_its_end_or_not():
     assert Bounded(least=1, most=1) == Bounded()
     for name in ("above", "below"):
