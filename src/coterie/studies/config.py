@@ -46,6 +46,8 @@ _MAX_SEEDS = 10_000  # a larger "number of seeds" is more likely meant to be one
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 # These two are tables of a study file: [local] and [stopping].
 _RUN_KEYS = [key for key in tables.settable_fields(Settings) if key not in ("local", "patience")]
+# A name alone stands for a table with nothing else in it: `model = "linear"`.
+_NAMED = {"data": "dataset", "model": "kind"}
 _PARTS = ("data", "model", "methods", "settings")
 _FREE = [key for key in tables.settable_fields(StudyConfig) if key not in _PARTS]
 
@@ -126,10 +128,8 @@ def parse_study(
         if key != "patience":
             raise ConfigError(f"stopping: {describe_unknown('key', key, ['patience'])}")
     settings = tables.parse_settings(Settings, {**run, **stopping, "local": local}, "study")
-    # A name alone stands for a table with nothing else in it.
-    for section, key in (("data", "dataset"), ("model", "kind")):
-        if isinstance(content.get(section), str):
-            content[section] = {key: content[section]}
+    for section in _NAMED:
+        _expand_name(content, section)
     free["data"] = tables.parse_settings(DataConfig, _get_section(content, "data"), "data")
     free["model"] = tables.parse_settings(ModelConfig, _get_section(content, "model"), "model")
     free["methods"] = _parse_methods(content.get("methods", []), settings, to_run)
@@ -456,6 +456,12 @@ def _entry_label(entry: Mapping[str, Any]) -> str:
     return str(entry.get("label") or _entry_kind(entry))
 
 
+def _expand_name(content: dict[str, Any], section: str) -> None:
+    """Replace a name that stands for a table by that table, in place."""
+    if isinstance(name := content.get(section), str):
+        content[section] = {_NAMED[section]: name}
+
+
 def _get_section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = content.get(name, {})
     if not isinstance(value, Mapping):
@@ -703,6 +709,9 @@ def parse_path(path: str) -> list[str]:
 def _merge_tables(content: dict[str, Any], nested: Mapping[str, Any], path: str) -> None:
     for key, value in nested.items():
         here = f"{path}.{key}" if path else key
+        # What is said of a model or of data is added to a name that was given alone.
+        if here in _NAMED and isinstance(value, Mapping):
+            _expand_name(content, here)
         if here == "methods" and isinstance(value, Mapping):
             _merge_methods(content.get("methods", []), value)
         elif isinstance(value, Mapping) and isinstance(content.get(key), dict):

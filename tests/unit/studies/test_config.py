@@ -204,6 +204,25 @@ def test_set_takes_tables_lists_and_quoted_names():
     assert (study.methods[0].label, study.seeds, study.settings.local.lr) == ("A b", (3, 4), 1.0)
 
 
+def test_what_is_said_of_a_model_or_of_data_is_added_to_their_name():
+    text = 'name = "x"\nmodel = "mlp"\ndata = "digits"\n[[methods]]\nkind = "local"\n'
+    study = config.parse_study_text(text, overrides=["model.output=1", "data.num_clients=4"])
+    assert (study.model.kind, study.model.output) == ("mlp", "1")
+    assert (study.data.dataset, study.data.num_clients) == ("digits", 4)
+    other = config.parse_study_text(text, overrides=["model.output=1", "model=linear"])
+    assert (other.model.kind, other.model.output) == ("linear", None)
+
+
+def test_an_unset_setting_of_a_method_with_another_default_is_stored_as_unset():
+    text = 'name = "x"\ndata = "digits"\n[[methods]]\nkind = "fedrep"\nhead_epochs = "none"\n'
+    study = config.parse_study_text(text)
+    again = config.parse_study_text(config.format_study(study))
+    assert study.methods[0].method.head_epochs is None
+    assert again == study
+    ten = config.parse_study_text(text, overrides=["methods.fedrep.head_epochs=10"])
+    assert config.hash_study(ten) != config.hash_study(study)
+
+
 def test_the_hash_is_that_of_what_decides_the_results():
     """Names and what only changes the speed are left out; everything else is in."""
     base = config.hash_study(read())
