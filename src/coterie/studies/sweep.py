@@ -135,7 +135,14 @@ def expand_sweep(study: StudyConfig, *, to_run: bool = True) -> tuple[StudyConfi
                 set_path(changed, path, value)
         tag = ",".join(_format_tags(point))
         named = {**changed, "name": f"{study.name}/{tag}" if tag else study.name}
-        studies.append(config.parse_study(named, to_run=to_run))
+        one = config.parse_study(named, to_run=to_run)
+        # Signs that no name of a folder has are left out of it, so that two values can have one.
+        if any(other.name == one.name and other != one for other in studies):
+            raise ConfigError(
+                f"two points of the sweep would have the folder {tag!r}; expected values that "
+                "differ in letters, digits or the signs . _ + -"
+            )
+        studies.append(one)
     return tuple(studies)
 
 

@@ -52,6 +52,7 @@ from coterie.studies.sweep import Plan, format_setting, run_sweep
 
 TUNING = "tuning.json"
 """The file of a study of trials with what was asked for."""
+_TUNED = "-tuned"  # ends the name of the study with the chosen values
 Point = tuple[tuple[str, Any], ...]
 """One choice: (setting, value) for each axis of the grid."""
 
@@ -129,7 +130,10 @@ def parse_grid(assignments: Sequence[str]) -> dict[str, list[Any]]:
             raise ConfigError(
                 f"--grid got {text!r}; expected setting=value,value, such as lr=0.001,0.003"
             )
-        grid[path.strip()] = _parse_values(values.strip())
+        path = path.strip()
+        if path in grid:
+            raise ConfigError(f"--grid has {path} twice; expected all of its values in one")
+        grid[path] = _parse_values(values.strip())
     return grid
 
 
@@ -274,7 +278,7 @@ def tune_study(
     chosen = [choices[entry.label] for entry in study.methods]
     found = tuple(trials[job] for job in jobs)
     tuned = _apply_choices(study, {choice.label: choice.point for choice in chosen})
-    return TuningResult(replace(tuned, name=f"{study.name}-tuned", tune={}), chosen, found)
+    return TuningResult(replace(tuned, name=f"{study.name}{_TUNED}", tune={}), chosen, found)
 
 
 def _plan_rungs(
@@ -420,10 +424,14 @@ def _name_trial(label: str, point: Point, others: Container[str]) -> str:
 def check_result_files(study: StudyConfig, folder: str | Path) -> tuple[Path, Path]:
     """Return the files that `write_result` writes, and check that it can.
 
+    Args:
+        study: what is tuned.
+        folder: of the files.
+
     Raises:
         ConfigError: when one of them cannot be written.
     """
-    path = Path(folder) / f"{study.name}.toml"
+    path = Path(folder) / f"{study.name}{_TUNED}.toml"
     return check_file(path), check_file(path.with_suffix(".json"))
 
 
@@ -432,7 +440,8 @@ def write_result(tuned: TuningResult, folder: str | Path) -> Path:
 
     A trial in which a client diverged has no value, and counts as tried.
     """
-    path, trials_path = map(prepare_file, check_result_files(tuned.study, folder))
+    study = replace(tuned.study, name=tuned.study.name.removesuffix(_TUNED))
+    path, trials_path = map(prepare_file, check_result_files(study, folder))
     head = ""
     for one in tuned.choices:
         if one.point:
@@ -564,8 +573,8 @@ def _apply_choices(study: StudyConfig, choices: Mapping[str, Point]) -> StudyCon
     content = config.make_study_table(study, decided=False)
     for label, point in choices.items():
         for key, value in point:
-            # Quoted, because a label may have dots and spaces.
-            config.set_path(content, f"methods.{json.dumps(label)}.{key}", value)
+            # In parts, because a label may have dots and spaces.
+            config.set_path(content, ["methods", label, key], value)
     return config.parse_study(content)
 
 

@@ -156,6 +156,14 @@ def test_a_sweep_over_what_does_not_exist_is_refused(axes, said):
 
 
 @pytest.mark.slow
+def test_two_points_with_one_folder_are_refused():
+    """One of them would not be run, and nothing would say so."""
+    study = sweep(model__options__path=["site a/x.csv", "site-a-x.csv"])
+    with pytest.raises(ConfigError, match=r"two points .* the folder 'path=site-a-x\.csv'"):
+        expand_sweep(study)
+    assert len(expand_sweep(sweep(data__train=[16, 16]))) == 2
+
+
 def test_a_sweep_runs_every_point_and_joins_the_summaries(tmp_path):
     study = sweep(data__train=[8, 16])
     heard = []

@@ -163,6 +163,15 @@ def test_a_folder_that_cannot_be_written_is_found_before_the_first_trial(study, 
     assert trials == []
 
 
+def test_a_result_that_cannot_be_written_is_found_before_the_first_trial(tmp_path):
+    (tmp_path / "study.toml").write_text(STUDY)
+    (tmp_path / "small-tuned.toml").mkdir()
+    words = ["tune", str(tmp_path / "study.toml"), "--grid", "lr=0.1", "--out", str(tmp_path)]
+    found = CliRunner().invoke(app, words)
+    assert "small-tuned.toml is a folder" in str(found.exception)
+    assert not (tmp_path / "small-trials").exists()
+
+
 @pytest.mark.full
 def test_trials_are_no_results(study, tmp_path, stopped):
     """They have no test data: what reads results refuses them, in whichever folder above they are."""
@@ -187,6 +196,15 @@ def test_choices_whose_names_are_equal_or_too_long_are_kept_apart(study):
     assert first == "Alone lr=0.5"
     assert len({first, second, long}) == 3
     assert all(is_label(name) for name in (first, second, long))
+
+
+def test_a_choice_reaches_a_label_of_any_script(study):
+    """The label was found to be none only when all trials had ended."""
+    label = "Größe 𝜏, 1.5"
+    named = config.parse_study_text(STUDY, overrides=[f'methods.Alone.label="{label}"'])
+    chosen = tune._apply_choices(named, {label: (("lr", 0.5),)})
+    assert chosen.find_method(label).settings.local.lr == 0.5
+    assert chosen.find_method("Random").settings.local.lr == 0.001
 
 
 def test_the_best_point_is_chosen_and_the_grid_goes_on_beyond_its_edge(study):
@@ -292,6 +310,12 @@ def test_a_setting_of_local_training_has_both_of_its_names(study):
     )
     assert [t.point for t in short.trials] == [t.point for t in long.trials]
     assert [t.value for t in short.trials] == [t.value for t in long.trials]
+
+
+def test_a_setting_that_is_given_twice_is_refused():
+    """The values that came first would not be tried."""
+    with pytest.raises(ConfigError, match="--grid has lr twice"):
+        tune.parse_grid(["lr=0.1,0.2", "tau=3", "lr=0.3"])
 
 
 def test_a_setting_nobody_has_is_refused(study):
