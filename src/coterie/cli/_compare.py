@@ -223,7 +223,8 @@ def _print_table(console: Console, shown: Any) -> None:
     console.print(shown.title, style="italic", markup=False, highlight=False)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for place, head in enumerate(shown.head):
-        table.add_column(head, justify="left" if place == 0 else "right", overflow="fold")
+        side = "left" if place == 0 else "right"
+        table.add_column(escape(head), justify=side, overflow="fold")
     for i, row in enumerate(shown.rows):
         cells = []
         for j, cell in enumerate(row):

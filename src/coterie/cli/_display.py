@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -286,7 +287,8 @@ def _build_results_table(
     if across:
         table.add_column("n", justify="right")
     for head in heads:
-        table.add_column(MEANS.get(head, head), justify="right")
+        # Escaped: names of clients and clusters may have brackets.
+        table.add_column(escape(MEANS.get(head, head)), justify="right")
     if not across:
         table.add_row("n", *(str(count[label]) for label in labels))
     for line in lines:
@@ -294,7 +296,7 @@ def _build_results_table(
         for head in heads:
             label, cluster = (line, head) if across else (head, line)
             values.append(format_cell(label, cluster))
-        table.add_row(MEANS.get(line, line), *values)
+        table.add_row(escape(MEANS.get(line, line)), *values)
     # Methods may have different numbers of seeds: each in its column n, the largest here.
     seeds = max(count.values())
     title = " ".join(filter(None, (metric.heading("test"), title)))

@@ -2,11 +2,12 @@
 
 import io
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from coterie.cli import _display
+from coterie.cli import _compare, _display
 from coterie.functional.metrics import ACCURACY, LOSS
 from coterie.results.pairs import Pair
 from coterie.simulation.run import Note, Progress
@@ -169,6 +170,20 @@ def test_quiet_says_nothing(clock):
     with _display.show_progress([], Console(file=text), quiet=True) as observe:
         observe(Progress("Local", 0, 0, 1, 0.25, 0.5, 4.0))
     assert lines(text) == []
+
+
+@pytest.mark.parametrize("width", [80, 10])
+def test_names_with_brackets_are_shown_whole(width):
+    """As markup `[icu]` would vanish, and two wards be one; `[/er]` would end the command."""
+    names = ("ward [icu]", "ward [/er]", "ward [bold]")
+    same = {"label": "A", "method": "dac", "metric": "accuracy", "seeds": 1, "mean": 0.5, "std": 0}
+    rows = [{**same, "cluster": name} for name in names]
+    text = io.StringIO()
+    console = Console(file=text, width=80)
+    console.print(_display._build_results_table(rows, ACCURACY, ["A"], width))
+    shown = SimpleNamespace(title="", head=names, rows=[["1", "2", "3"]], strong=set(), foot="")
+    _compare._print_table(console, shown)
+    assert [text.getvalue().count(name) for name in names] == [2, 2, 2]
 
 
 def column(metric, established, seeds=5):
