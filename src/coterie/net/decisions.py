@@ -48,6 +48,22 @@ class Decisions:
             rows = None
         return consent.describe_sending(proposal, rows, self.own)
 
+    def _check_open(self) -> None:
+        """Check that the study is not over here: what is said of it then would change nothing.
+
+        Raises:
+            ConfigError: when it is.
+        """
+        name, by = self.entry.proposal.name, self.entry.proposal.by
+        if self.entry.is_withdrawn:
+            raise ConfigError(f"{by} has withdrawn {name}, which ended it at all members")
+        for kind, text in (("stop", "stopped"), ("end", "finished")):
+            if self.entry.says(kind, self.own):
+                raise ConfigError(
+                    f"{self.own} has {text} it before, and {name} runs here no more; propose it "
+                    "again under another name"
+                )
+
     def approve(self, *, loads_code: bool = False) -> list[str]:
         """Approve the study; return what will leave this member, in lines.
 
@@ -58,17 +74,13 @@ class Decisions:
             ConfigError: when this member cannot take part in it.
         """
         name, proposal = self.entry.proposal.name, self.entry.proposal
+        self._check_open()
         found = find_code(proposal.study)
         if found and not loads_code:
             raise ConfigError(
                 f"{name} would load {'; '.join(found[:5])}: look at that on this machine, and "
                 "approve it with --code"
             )
-        for kind, text in (("stop", "stopped it"), ("end", "finished it")):
-            if self.entry.says(kind, self.own):
-                raise ConfigError(
-                    f"{self.own} has {text} before; propose it again under another name"
-                )
         if self.own not in proposal.members:
             raise ConfigError(f"{self.own} is none of the members of {name}")
         lines = self.describe(loads_code=loads_code)
@@ -81,9 +93,10 @@ class Decisions:
         """Decline the study.
 
         Raises:
-            ConfigError: when it is approved already.
+            ConfigError: when it is approved already, or over.
         """
         name = self.entry.proposal.name
+        self._check_open()
         if self.entry.says("approval", self.own):
             raise ConfigError(f"{name} is approved already; end it here with: coterie stop {name}")
         self.membership.say("refusal", self.entry)
@@ -103,7 +116,13 @@ class Decisions:
         self.membership.say("withdrawal", self.entry)
 
     def stop(self) -> None:
-        """Stop the study for this member, for good."""
+        """Stop the study for this member, for good.
+
+        Raises:
+            ConfigError: when it is over: others may still be in their last rounds.
+        """
+        if not self.entry.says("stop", self.own):
+            self._check_open()
         self.membership.say("stop", self.entry)
 
     def list_possible(self) -> list[str]:

@@ -210,21 +210,24 @@ class FederationPage(PageServer):
     def _render_members(self) -> str:
         membership, rows = self.membership, []
         roster, own = membership.keeper.roster, membership.own.name
-        here = membership.load_state().get("here", ())
+        state = membership.load_state()
+        here = state.get("here", ())
         ends = rosters.find_ends(roster, datetime.now(UTC))
         for member in roster.members:
-            state = '<span class="worse">away</span>'
+            stands = '<span class="worse">away</span>'
             if member.name == own:
-                state = "this member"
+                stands = "this member"
             elif member.name in here:
-                state = '<span class="better">here</span>'
+                stands = '<span class="better">here</span>'
+            elif not state:
+                stands = "–"  # only the service knows
             days = "–"
             if member.name in ends:
                 left = int(ends[member.name][0] // 1)
                 days = f"{left} days" if left >= 0 else "over"
                 if left < _SOON:
                     days = f'<span class="worse">{days}</span>'
-            cells = f'<td class="text" data-name="State">{state}</td>'
+            cells = f'<td class="text" data-name="State">{stands}</td>'
             cells += f'<td class="text" data-name="Address">{escape(member.address)}</td>'
             cells += f'<td data-name="Certificate">{days}</td>'
             rows.append(f'<tr><th scope="row">{escape(member.name)}</th>{cells}</tr>')

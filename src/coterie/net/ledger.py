@@ -80,8 +80,9 @@ class Entry:
         return found
 
     def has_quorum(self, roster: Roster) -> bool:
-        """Whether as many take part as it needs."""
-        return len(self.list_taking_part(roster)) >= self.proposal.quorum
+        """Whether as many take part as it needs, the member in the server role among them."""
+        taking_part, server = self.list_taking_part(roster), self.proposal.server
+        return len(taking_part) >= self.proposal.quorum and server in ("", *taking_part)
 
     def is_closed(self, own: str) -> bool:
         """Whether nothing more will happen with it at a member."""
@@ -140,6 +141,12 @@ class Ledger:
             proposal = _reopen(path, sealed)
             if not isinstance(proposal, Proposal):
                 raise ConfigError(f"{path} is no proposal; restore it from a copy")
+            # Results and statements of a study are found by its name.
+            if proposal.name != place.name:
+                raise ConfigError(
+                    f"{place} holds the proposal of {proposal.name}; a study's folder has the "
+                    f"study's name: rename it, or move it out of {self.folder}"
+                )
             known = Entry(proposal, path.stat().st_mtime, place, {}, {proposal.digest: sealed})
         words, all_sealed = dict(known.words), dict(known.sealed)
         for path in (place / SIGNED).iterdir():

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from coterie._util.claims import claim_folder
+from coterie._util.claims import claim_folder, find_owner
 from coterie._util.files import write_atomically
 from coterie.errors import ConfigError, CoterieError, DiskFull, QuorumError, TransportError
 from coterie.net import consent, servicefile, statements
@@ -238,11 +238,13 @@ class Membership:
 
         Args:
             entry: the study.
-            state: the content of `STATE`.
+            state: see `load_state`.
         """
         name, roster, proposal = self.own.name, self.keeper.roster, entry.proposal
         taking_part = entry.list_taking_part(roster)
         number = f"{len(taking_part)} of {proposal.quorum} approved"
+        if proposal.server not in ("", *taking_part):
+            number += f", and the server {proposal.server} does not take part"
         if entry.says("end", name):
             return "done", f"results in {entry.folder / name}"
         if entry.is_withdrawn:
@@ -260,20 +262,27 @@ class Membership:
             return "running", "waiting for members" if waits else f"round {state.get('round')}"
         if not entry.has_quorum(roster):
             return "approved", number
+        if not state:
+            return "queued", f"{number}; the service of this member does not run"
         return "queued", f"{number}; here: {', '.join(state.get('here', ())) or 'nobody'}"
 
     def load_state(self) -> dict[str, Any]:
-        """Return what the service has written of itself; nothing where none has run."""
+        """Return what the service has written of itself; nothing where none runs."""
         return load_state(self.ledger.folder)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """Return what a service has written of itself into a folder of studies; see `STATE`."""
+    """Return what a running service has written of itself into a folder of studies; see `STATE`.
+
+    Nothing where none runs: one that was killed has left what it did then.
+    """
+    if not find_owner(folder / CLAIM):
+        return {}
     try:
         found = json.loads((folder / STATE).read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    except (OSError, ValueError):  # it has just begun
+        found = None
+    return found if isinstance(found, dict) and found else {"here": []}
 
 
 class Service:
@@ -460,7 +469,9 @@ class Service:
             others = [n for n in entry.list_taking_part(roster) if n != self.name]
             here = [name for name in others if self._is_available(name, entry)]
             in_it = [n for n in here if self._views[n].running == proposal.digest]
-            if len(here) + 1 >= proposal.quorum or (not fresh and in_it):
+            # Without its server nothing of a study is trained.
+            ready = not fresh or proposal.server in ("", self.name, *here)
+            if (len(here) + 1 >= proposal.quorum and ready) or (not fresh and in_it):
                 return entry
         return None
 
@@ -654,7 +665,7 @@ class Service:
         """Return numbers for Prometheus."""
         node, found = self._node, self.transport.prometheus_samples()
         counts = dict[str, int]()
-        state = self.membership.load_state()
+        state = self._written
         for entry in self.ledger.entries.values():
             word, _ = self.membership.describe(entry, state)
             counts[word] = counts.get(word, 0) + 1
@@ -698,6 +709,8 @@ def serve(path: Path, *, insecure: bool = False) -> None:
     with ExitStack() as stack:
         # Not the folder of studies itself: commands add statements to it.
         stack.enter_context(claim_folder(file.resolve_path(file.studies) / CLAIM))
+        # Of the service before, which may have been killed.
+        (file.resolve_path(file.studies) / STATE).unlink(missing_ok=True)
         transport = stack.enter_context(
             GrpcTransport(
                 membership.keeper.roster, membership.own.name,

@@ -29,8 +29,9 @@ class Rules(Configurable):
     Args:
         proposers: members whose proposals these rules may approve.
         methods: kinds of methods that they may have.
-        rounds: the most rounds.
-        epochs: the most epochs of local training in a round.
+        rounds: the most rounds, with the study's `scale`.
+        epochs: the most epochs of local training in a round, also of a method's own, such as
+            `personal_epochs`. A study that counts it in steps is left to a person.
         secure_aggregation: whether it must have masked sums.
         noise: the least `noise_multiplier` of differential privacy (`local.dp`); 0 for none.
         hours: hours of the day, by this machine's clock, in which studies begin here, as "20-6",

@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from coterie.cli.app import app
 from coterie.net import roster as rosters
+from coterie.net import servicefile
+from coterie.net.service import Membership
 
 NAMES = ("north", "south")
 STUDY = """
@@ -78,7 +80,10 @@ def test_a_study_is_proposed_looked_at_and_approved(folder):
     said = coterie("approve", "hearts", "--node", "south/node.toml")
     assert "hearts is approved" in said
     said = coterie("studies", "--node", "south/node.toml")
-    assert said == "hearts: queued, proposed by north; 2 of 2 approved; here: nobody\n"
+    assert (
+        said
+        == "hearts: queued, proposed by north; 2 of 2 approved; the service of this member does not run\n"
+    )
     assert "signed" not in coterie("stop", "hearts", "--node", "south/node.toml")
     assert "hearts: stopped" in coterie("studies", "--node", "south/node.toml")
 
@@ -102,6 +107,26 @@ def test_what_a_member_may_not_do_is_refused_in_a_line(folder):
     assert "end it here with: coterie stop hearts" in coterie("decline", "hearts", *south)
     assert "stopped" in coterie("stop", "hearts", *south)
     assert "south has stopped it before" in coterie("approve", "hearts", *south)
+
+
+def test_nothing_is_said_to_be_done_with_a_study_that_is_over(folder):
+    """A stop that came after the end would take the quorum from those in their last rounds."""
+    coterie("propose", "study.toml", "--node", "north/node.toml")
+    north, south = ("--node", "north/node.toml"), ("--node", "south/node.toml")
+    membership = Membership.open(servicefile.load(Path("north/node.toml")))
+    membership.say("end", membership.ledger.find("hearts"))
+    for verb in ("stop", "approve", "decline"):
+        assert "north has finished it before, and hearts runs here no more" in coterie(
+            verb, "hearts", *north
+        )
+    assert not Path("studies/hearts/signed/stop-north").exists()
+    assert "hearts is withdrawn" in coterie("withdraw", "hearts", *north), "it ends at the others"
+    for verb in ("stop", "approve", "decline"):
+        said = coterie(verb, "hearts", *south)
+        assert said == "north has withdrawn hearts, which ended it at all members"
+    assert {path.name for path in Path("studies/hearts/signed").iterdir()} == {
+        "proposal", "approval-north", "end-north", "withdrawal-north",
+    }  # fmt: skip
 
 
 def test_a_study_that_loads_code_is_approved_with_that_word_only(folder):

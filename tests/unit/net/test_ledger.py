@@ -73,6 +73,28 @@ def test_a_study_has_its_quorum_when_as_many_on_the_roster_have_approved_it(fede
     assert taking_part() == ["n0"]
 
 
+def test_a_study_without_its_server_has_no_quorum(federation):
+    made = federation.propose("hearts", quorum=2, server="n2")
+    for by in ("n0", "n1"):
+        federation.say("approval", by, made)
+    entry = federation.ledger.find
+    assert not entry("hearts").has_quorum(federation.roster)
+    federation.say("approval", "n2", made)
+    assert entry("hearts").has_quorum(federation.roster)
+    federation.say("stop", "n2", made)
+    assert not entry("hearts").has_quorum(federation.roster)
+
+
+def test_a_folder_of_another_name_than_its_studys_is_named(federation, tmp_path):
+    """Its results and what is said of it are found by the study's name."""
+    federation.propose("hearts")
+    (tmp_path / "studies/hearts").rename(tmp_path / "studies/hearts-old")
+    with pytest.raises(ConfigError, match="hearts-old holds the proposal of hearts; a study's"):
+        federation.open(tmp_path / "studies")
+    with pytest.raises(ConfigError, match="rename it, or move it out of"):
+        federation.ledger.reload()
+
+
 def test_what_was_taken_is_on_disk_for_the_next_start(federation, tmp_path):
     made = federation.propose("hearts")
     federation.say("approval", "n2", made)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coterie._util.claims import claim_folder
 from coterie.errors import ConfigError
 from coterie.net import consent, local, service, servicefile, statements
 from coterie.net import roster as rosters
@@ -50,6 +51,8 @@ classes = 2
 {rules}
 """
 RULES = 'proposers = ["north"]\nmethods = ["dac"]\n'
+PLAIN = STUDY.format(name="hearts", model="linear")
+DITTO = PLAIN.replace('"dac"', '"ditto"').replace("num_peers = 1", "personal_epochs = 500")
 
 
 class Hall:
@@ -249,6 +252,28 @@ def test_rules_approve_what_they_allow_and_nothing_else(hall):
         (RULES + "secure_aggregation = true", {}, "secure_aggregation, which [rules] require"),
         (RULES + "noise = 1.0", {}, "its noise_multiplier is 0; [rules] require 1"),
         (RULES, {"model": "no_such_package.nets:Net"}, "a person decides"),
+        # What a study multiplies, or counts in another way, is no way around the rules.
+        (RULES + "rounds = 3", {"study": f"scale = 1000\n{PLAIN}"}, "it has 3000 rounds; [rules]"),
+        (
+            RULES,
+            {"study": PLAIN.replace("local.epochs = 3", "local.steps = 100000")},
+            "it trains 100000 steps a round; [rules] allow epochs",
+        ),
+        (
+            RULES.replace('"dac"', '"ditto"'),
+            {"study": DITTO, "server": "north"},
+            "its personal_epochs are 500; [rules] allow 10 epochs",
+        ),
+        (
+            RULES.replace('"dac"', '"per-fedavg"'),
+            {
+                "study": PLAIN.replace('"dac"', '"per-fedavg"')
+                .replace("num_peers", "adapt_steps")
+                .replace("adapt_steps = 1", "adapt_steps = 9000"),
+                "server": "north",
+            },
+            "its adapt_steps are 9000; [rules] allow epochs",
+        ),
         (RULES, {"features": [7]}, "have features [6]; the study hearts expects [7]"),
         (RULES, {"classes": 3, "outputs": 3}, "have classes 2; the study hearts expects 3"),
         (RULES, {"role": "lungs"}, "unknown role of data 'lungs'"),
@@ -291,6 +316,45 @@ def test_the_same_study_comes_first_everywhere_and_when_its_quorum_is_here(three
             "withdrawal" if name == "north" else "stop", three.services[name].ledger.find("first")
         )
         assert three.services[name].pick_study() is None
+
+
+def test_a_study_with_a_server_begins_when_its_server_takes_part_and_is_here(three):
+    """Two of three are the quorum, and without the third, the server, nothing would be trained."""
+    three.propose(
+        quorum=2,
+        server="east",
+        study=PLAIN.replace('"dac"', '"fedavg"').replace("num_peers = 1", ""),
+    )
+    three.exchange()
+    three.say("south", "approval")
+    three.exchange()
+    three.exchange()
+    assert [three.services[name].pick_study() for name in NAMES] == [None] * 3
+    south = three.services["south"]
+    word, text = south.membership.describe(south.ledger.find("hearts"), {"here": []})
+    assert (word, text) == ("approved", "2 of 2 approved, and the server east does not take part")
+    three.say("east", "approval")
+    three.exchange()
+    three.exchange()
+    picked = [three.services[name].pick_study() for name in NAMES]
+    assert [one and one.proposal.name for one in picked] == ["hearts"] * 3
+    view = south._views["east"]
+    south._views["east"] = replace(view, at=time.monotonic() - 3600)
+    assert south.pick_study() is None, "its server is away"
+
+
+def test_what_a_service_that_was_killed_was_doing_is_no_news(hall):
+    """Its last words stay in the folder, and are not what it does now."""
+    made, membership = hall.propose(quorum=2), hall.membership("north")
+    hall.say("north", "approval")
+    folder = membership.ledger.folder
+    told = {"running": made.digest, "round": 59, "waiting": False, "here": ["south"]}
+    (folder / service.STATE).write_text(json.dumps(told))
+    assert membership.load_state() == {}
+    with claim_folder(folder / service.CLAIM):
+        assert membership.load_state() == told
+        (folder / service.STATE).unlink()
+        assert membership.load_state() == {"here": []}, "it runs, and has not said more yet"
 
 
 def test_a_member_that_is_in_another_study_is_not_here(three):
@@ -391,6 +455,8 @@ def test_how_a_study_stands_is_said_in_a_word(three):
     assert word() == "declined"
     three.say("south", "approval")
     assert word() == "queued"
+    stands = membership.describe(membership.ledger.find("hearts"), {})
+    assert stands == ("queued", "2 of 2 approved; the service of this member does not run")
     assert word({"running": made.digest, "round": 1, "waiting": False}) == "running"
     three.say("south", "stop")
     assert word() == "stopped"
@@ -409,6 +475,20 @@ def test_the_report_says_what_would_leave_and_loads_no_code_unasked(hall):
     # One peer in each of three rounds.
     assert "to any of north, east: 3 models in 3 rounds" in said
     assert "privacy   none" in said
+    served = replace(made, server="south")
+    (line,) = (line for line in consent.describe_sending(served, rows, "south") if "sends" in line)
+    assert "to all others, as it has the server role" in line
+    elsewhere = consent.describe_sending(replace(made, members=["north", "east"]), None, "south")
+    assert elsewhere[-1] == "sends     nothing: this member is none of its members"
+    assert "models" not in " ".join(elsewhere)
+    scaled = replace(made, study=f"scale = 100\n{made.study}")
+    said = "\n".join(consent.describe_sending(scaled, rows, "south"))
+    assert "300 models in 300 rounds" in said, "as many as it runs"
+    clipping = "local.dp = { clip = 1.0, noise_multiplier = 0.0 }"
+    clipped = PLAIN.replace("local.epochs = 3", f"local.epochs = 3\n{clipping}")
+    said = "\n".join(consent.describe_sending(replace(made, study=clipped), None, "south"))
+    assert "privacy   none" in said, "gradients that are clipped alone are not private"
+    assert "differential" not in said
     code = hall.proposal(model="no_such_package.nets:Net")
     said = "\n".join(consent.describe_sending(code, None, "south"))
     assert "loads     model.kind = no_such_package.nets:Net" in said
