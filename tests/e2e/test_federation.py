@@ -192,7 +192,12 @@ def test_a_study_that_is_proposed_and_approved_ends_with_the_bytes_of_the_simula
     check_simulation(members, STUDY, "dac", tmp_path / "simulated")
     for name in NAMES:
         place = members.folder / name / "studies/digits" / name
-        said = coterie("net", "audit", place)
+        organizer = members.folder / "organizer"
+        said = coterie(
+            "net", "audit", place, "--roster", organizer / "roster.toml",
+            "--organizer", organizer / "organizer.pub",
+        )  # fmt: skip
+        assert "keys are those of the organizer's version 3" in said
         assert f"ok     the chain is whole, and signed by {name}" in said
     members.kill("east")
     members.start("east")

@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from coterie._util.mappings import drop_empty
+from coterie._util.mappings import drop_empty, select_keys
 from coterie.errors import ConfigError, CoterieError
 from coterie.net import audit, identity
 from coterie.net.outbox import KEEP
 from coterie.net.payload import Refused, escape_text, parse_strict_json
 from coterie.net.roster import Roster
+from coterie.net.statements import STUDY_RUN
 from coterie.net.wire import NAME, parse_manifest
 from coterie.net.wire import bytes_to_sign as manifest_signed
 
@@ -338,9 +339,6 @@ def find_equivocations(
         reports: of logs of any runs.
         rosters: rosters of the organizer, with verified signatures.
     """
-    given = set()
-    for roster in rosters:
-        given |= {(roster.run, m.name, m.key) for m in roster.members}
     first: dict[tuple[str, str, str, _Key], tuple[Report, Receipt]] = {}
     found: dict[tuple[str, str, str, _Key], Equivocation] = {}
     for report in reports:
@@ -350,7 +348,7 @@ def find_equivocations(
                 if name == member:
                     both.append((key, at))
             for key, at in both:
-                confirmed = not given or (report.run, member, at.key) in given
+                confirmed = not rosters or _names_key(rosters, report.run, member, at.key)
                 if not confirmed or not _agree_on_key(reports, report.run, member, at.key):
                     continue
                 where = report.run, member, at.key, key
@@ -359,6 +357,19 @@ def find_equivocations(
                     proofs = (*_read_signed(before), known.node), (*_read_signed(at), report.node)
                     found[where] = Equivocation(report.run, member, at.key, key, proofs)
     return list(found.values())
+
+
+def _counts_for(roster: Roster, run: str) -> bool:
+    """Whether a roster says who is in a run: its own, or a study of its federation."""
+    return roster.run == run or (not roster.study and STUDY_RUN.fullmatch(run) is not None)
+
+
+def _names_key(rosters: Sequence[Roster], run: str, member: str, key: str) -> bool:
+    """Whether a roster of the organizer has a key for a member of a run."""
+    return any(
+        _counts_for(roster, run) and roster.has_member(member) and roster.member(member).key == key
+        for roster in rosters
+    )
 
 
 def count_changed_by_restarts(reports: Sequence[Report]) -> dict[str, int]:
@@ -468,8 +479,7 @@ class _LogReader:
     """Reads one log."""
 
     def __init__(self, path: Path, rosters: Sequence[Roster]) -> None:
-        self.report, self._given = Report(path), {r.version: r for r in rosters}
-        self._runs = {r.run for r in rosters}
+        self.report, self._given = Report(path), rosters
         self._own: list[str] = []  # keys of the node, the newest first
         self._keys: dict[str, str] = {}  # keys of members, by the roster that counts
         self._life = Life()  # of the incarnation that the lines are of
@@ -510,7 +520,7 @@ class _LogReader:
                 "somebody else made the lines"
             )
         if self._given and not report.confirmed and not report.problems:
-            given = ", ".join(map(str, sorted(self._given)))
+            given = ", ".join(map(str, sorted({r.version for r in self._given})))
             found = ", ".join(map(str, sorted(report.rosters)))
             report.problems.append(
                 f"it has versions {found or 'none'} of the roster; given was {given}"
@@ -576,10 +586,10 @@ class _LogReader:
                 f"{report.run}"
             )
         report.node, report.run, report.key = *who, found["key"]
-        if self._runs and report.run not in self._runs:
+        if self._given and not any(_counts_for(roster, report.run) for roster in self._given):
             raise _InvalidLine(
                 f"it is of run {report.run}; the roster that was given is of "
-                f"{', '.join(sorted(self._runs))}"
+                f"{', '.join(sorted({roster.run for roster in self._given}))}"
             )
         # The newest key is the first one: a member can get another key, and older lines keep
         # theirs.
@@ -617,12 +627,18 @@ class _LogReader:
             )
         if version not in report.rosters:
             report.rosters.append(version)
-        given = self._given.get(version)
-        theirs = None if given is None else {m.name: m.key for m in given.members}
+        theirs, of_study = None, False
+        for given in self._given:
+            if given.version == version and _counts_for(given, report.run):
+                theirs = {m.name: m.key for m in given.members}
+                of_study = given.run != report.run
         if "members" in found:
             for name, member in found["members"].items():
                 _check_types({"node": name, **member})
             keys = {name: member["key"] for name, member in found["members"].items()}
+            if theirs is not None and of_study:
+                # The members of a study are some of the federation's.
+                theirs = select_keys(theirs, keys)
             digest = audit.hash_keys(keys)
         else:
             # Of a large roster a line for each member follows that the node meets.

@@ -30,6 +30,8 @@ MAX_STUDY = 64 * 1024
 MAX_STATEMENT = 512 * 1024
 """Bytes of a statement: a thousand members, and how a table is read, are in a proposal too."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
+STUDY_RUN = re.compile(r"study-[0-9a-f]{32}")
+"""The id of a study's run: see `Proposal.run`."""
 STUDY_NAME = re.compile(r"[a-z0-9-]{1,40}")
 ROLE = re.compile(r"[A-Za-z0-9_-]{1,63}")
 KINDS = ("approval", "refusal", "withdrawal", "stop", "end")

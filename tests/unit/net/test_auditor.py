@@ -20,7 +20,7 @@ from coterie.net.identity import encode_public_key
 from coterie.net.outbox import Missing
 from coterie.net.payload import Template
 from coterie.net.transport import Delivery, assemble_delivery
-from coterie.net.wire import Address, Expectation, Parcel, seal_parcel
+from coterie.net.wire import Address, Expectation, Parcel, parse_manifest, seal_parcel
 
 ROSTER, KEYS = local.make_members([[0], [1]])
 
@@ -170,6 +170,58 @@ def test_a_chain_written_anew_with_another_key_is_not_that_of_the_organizers_ros
     assert auditor.check_log(tmp_path / "2", [ROSTER]).problems == [
         "it has versions 7 of the roster; given was 1"
     ]
+
+
+STUDY = "study-" + "0a" * 16
+"""A run of a standing federation, whose rosters name the federation alone."""
+
+
+def studied(folder: Path, node: int, *values: float, roster: rosters.Roster = ROSTER) -> Path:
+    """The log of a member of a study, who got messages of n0 for one address, of these values."""
+    own = encode_public_key(KEYS[node].public_key())
+    with Audit(folder / f"n{node}", f"n{node}", STUDY, own, local.make_signer(KEYS[node])) as log:
+        log.record_start(replace(roster, run=STUDY, study="s" * 64), inc=1)
+        for value in values:
+            sealed = seal_parcel(
+                {"params": torch.full((4,), value)}, run=STUDY, peer="n0", inc=1,
+                address=Address(0, 0, 0), schema="", sign=local.make_signer(KEYS[0]),
+            )  # fmt: skip
+            manifest = parse_manifest(sealed.manifest)
+            found = Delivery(
+                manifest, {"params": torch.zeros(4)}, 1, 0.1, sealed.signature + sealed.manifest
+            )
+            log.record_delivery("n0", Address(0, 0, 0), found)
+        log.end_round(0)
+    return folder / f"n{node}"
+
+
+def test_the_log_of_a_study_is_checked_with_the_roster_of_its_federation(tmp_path):
+    """The members of a study are some of the federation's, with the same keys."""
+    more, _ = local.make_members([[0], [1], [2]])
+    federation = replace(
+        ROSTER, run="hearts", members=(*ROSTER.members, more.members[2]), population=3
+    )
+    found = auditor.check_log(studied(tmp_path / "honest", 1, 1.0), [federation])
+    assert (found.problems, found.confirmed) == ([], {1})
+    for wrong, said in (
+        (replace(federation, members=federation.members[1:], removed=(0,)), "organizer's roster"),
+        (replace(federation, members=(more.members[0], *federation.members[1:])), "organizer's"),
+        (replace(federation, version=2), "it has versions 1 of the roster; given was 2"),
+        # The roster of one run says nothing of another.
+        (replace(federation, study="s" * 64), f"it is of run {STUDY}; the roster"),
+    ):
+        assert said in auditor.check_log(tmp_path / "honest/n1", [wrong]).problems[0]
+    other = replace(federation, run="lungs", version=1, study="s" * 64)
+    assert auditor.check_log(tmp_path / "honest/n1", [federation, other]).problems == []
+
+
+def test_two_messages_of_a_study_are_proved_with_the_roster_of_its_federation(tmp_path):
+    federation = replace(ROSTER, run="hearts")
+    reports = [auditor.check_log(studied(tmp_path, 1, 1.0, 2.0), [federation])]
+    (proof,) = auditor.find_equivocations(reports, [federation])
+    assert (proof.run, proof.member) == (STUDY, "n0")
+    more, _ = local.make_members([[0], [1]])
+    assert auditor.find_equivocations(reports, [replace(more, run="hearts")]) == []
 
 
 def test_the_end_of_a_log_can_be_taken_away_unseen_but_not_from_the_others(logs):
