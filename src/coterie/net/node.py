@@ -952,7 +952,8 @@ class Node:
         if self.late:
             self._join_late()
             return
-        if self._is_answering and checkpoint.is_finished(self.folder):
+        # A run of which more rounds are wanted by now is not over.
+        if self._is_answering and self.loop.is_finished and checkpoint.is_finished(self.folder):
             self._answer_again()
             return
         behind = self.meet_others()

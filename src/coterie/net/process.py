@@ -172,9 +172,6 @@ def host_node(
 
         # From here on: what happens before has no folder to be written to.
         log.also = record
-        _write_study_files(
-            folder, config.format_study(study), json.dumps(describe_federation(federation))
-        )
         if insecure:
             log("insecure", level="warning", text=_GIVEN_UP)
         with defer_signals():  # threads start here: who starts them must come to own them
@@ -188,6 +185,10 @@ def host_node(
         )  # fmt: skip
         # The stack closes in reverse order: the node before its transport.
         stack.callback(node.close)
+        # Once the stored run is known to be this study's: another's must keep its own file.
+        _write_study_files(
+            folder, config.format_study(study), json.dumps(describe_federation(federation))
+        )
         stack.callback(status.close)
         status.follow(node)
         if file.metrics_port:
@@ -245,7 +246,8 @@ def run_node(path: Path, *, role: str | None = None, insecure: bool = False) -> 
     name = load_credentials(file)[1].name
     folder = run_folder(file, name)
     # A run that is over has nothing left to do, unless others join late and ask this node.
-    if checkpoint.is_finished(folder) and not _answers_newcomers(file, name):
+    over = checkpoint.is_finished(folder) and _is_stored_study(file, folder)
+    if over and not _answers_newcomers(file, name):
         status = _find_status(folder)
         marked = ", some of its rounds without any message of another member" if status else ""
         Log(name, level=file.log)(
@@ -275,6 +277,21 @@ def run_node(path: Path, *, role: str | None = None, insecure: bool = False) -> 
             )  # fmt: skip
         raise
     return _find_status(folder)
+
+
+def _is_stored_study(file: NodeFile, folder: Path) -> bool:
+    """Whether a stored run is one of the study as it is now, in all that members agree on.
+
+    If it is not, the run goes on, where it has become longer, or is refused with what it is.
+    """
+    path = folder / stored_runs.CONFIG
+    try:
+        stored = config.parse_study_text(path.read_text("utf-8"), str(path))
+    except (OSError, ConfigError):  # damaged, or of another version: it says nothing
+        return True
+    one, other = map(nodefile.make_run_spec, (stored, file.select_run()[0]))
+    # Of how many clients is the same for both, and not known here.
+    return one.common_settings(1) == other.common_settings(1)
 
 
 def _find_status(folder: Path) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from coterie.errors import ConfigError, TransportError
+from coterie.errors import CheckpointError, ConfigError, TransportError
 from coterie.net import fleet, grpc_transport, nodefile, process
 from coterie.net.transport import Hub, InProcess
 from coterie.studies import config
@@ -136,6 +136,69 @@ def test_a_finished_run_is_not_done_again_and_says_whether_anybody_was_there(
     assert (told["event"], told["node"]) == ("done", "node-00")
     assert "delete the folder to run it again" in told["text"]
     assert ("without any message" in told["text"]) == bool(alone)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "over"),
+    [
+        ("seeds = [0]", "seeds = [0]\ndescription = 'other words'", True),
+        ("rounds = 1", "rounds = 2", False),
+        ("lr = 0.001", "lr = 0.5", False),
+        ("linear", "mlp", False),
+    ],
+)
+def test_a_finished_run_of_another_study_is_not_said_to_be_done(
+    files: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    before: str,
+    now: str,
+    over: bool,
+):
+    """The organizer has changed the study: the node begins, and finds what is stored."""
+    file = nodefile.load(files["node-00"])
+    folder = process.run_folder(file, "node-00")
+    folder.mkdir(parents=True)
+    process._write_study_files(folder, config.format_study(file.select_run()[0]), "{}")
+    monkeypatch.setattr(process.checkpoint, "is_finished", lambda folder: True)
+    path = tmp_path / "study.toml"
+    text = path.read_text()
+    path.write_text(text.replace(before, now, 1))
+    assert path.read_text() != text
+    begun = []
+
+    def begin(*_: Any, **__: Any) -> Any:
+        begun.append(True)
+        return nullcontext(SimpleNamespace(run=lambda: None))
+
+    monkeypatch.setattr(process, "open_node", begin)
+    monkeypatch.setattr(process.summary, "write_summary", lambda _: None)
+    assert process.run_node(files["node-00"]) == 0
+    assert bool(begun) != over
+    assert ("is over" in capsys.readouterr().err) == over
+
+
+def test_a_start_that_is_refused_leaves_a_run_its_own_study_file(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """What is stored is of the study before: reports and comparisons read its settings there."""
+    file = nodefile.load(files["node-00"])
+    folder = process.run_folder(file, "node-00")
+    folder.mkdir(parents=True)
+    process._write_study_files(folder, config.format_study(file.select_run()[0]), "{}")
+    before = (folder / "config.toml").read_bytes()
+    path = tmp_path / "study.toml"
+    path.write_text(path.read_text().replace("lr = 0.001", "lr = 0.5"))
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise CheckpointError("it belongs to a run with other settings")
+
+    monkeypatch.setattr(process, "Node", refuse)
+    monkeypatch.setattr(process, "open_transport", lambda *_, **__: InProcess(Hub(), "node-00"))
+    with pytest.raises(CheckpointError), process.open_node(file):
+        pass
+    assert (folder / "config.toml").read_bytes() == before
 
 
 @pytest.mark.parametrize(
