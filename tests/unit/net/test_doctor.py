@@ -115,7 +115,26 @@ def test_a_device_that_is_not_here_ends_the_examination_and_one_that_is_here_is_
 def test_an_address_that_is_not_this_machines_is_taken_by_nobody_here(tmp_path, port):
     """The roster's address is of a network for documentation: nothing can listen on it here."""
     file = laid_out(tmp_path, port, hosts=["192.0.2.7", "127.0.0.1"])
-    assert any(f"192.0.2.7:{port}" in sentence for sentence in wrong(file))
+    (said,) = (sentence for sentence in wrong(file) if f"192.0.2.7:{port}" in sentence)
+    assert "is no address of this machine" in said
+    assert f'listen = "0.0.0.0:{port}"' in said
+    assert "taken" not in said
+    assert doctor._find_obstacle(f"0.0.0.0:{port}") == ""
+
+
+def test_why_this_machine_cannot_listen_is_told_apart(port, monkeypatch):
+    errors = {
+        socket.gaierror(-2, "Name or service not known"): "a host name that is not known here: DNS",
+        OSError(98, "Address already in use"): "is taken",
+        PermissionError(13, "Permission denied"): "cannot be opened: Permission denied",
+    }
+    for error, said in errors.items():
+
+        def fail(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(socket.socket, "bind", fail)
+        assert said in doctor._find_obstacle(f"north.example.org:{port}")
 
 
 def test_a_key_that_others_can_read_and_a_roster_that_was_changed_are_found(tmp_path, port):
