@@ -84,7 +84,7 @@ def create_authority(
         name, _, address = text.partition("=")
         request = identity.make_request(folder, name, address)
         # By the two steps that organizer and member take, so that the files are the same.
-        identity.sign_request(folder, request, name, address)
+        identity.sign_request(folder, request, name, address, days=min(days, 30.0))
         _record_member(folder, name, address)
     typer.echo(
         f"{show_path(folder)}: ca.key and organizer.key stay here; give every member ca.pem and "

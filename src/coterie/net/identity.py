@@ -8,6 +8,7 @@ private keys are files that only their owner can read.
 
 import hashlib
 import ipaddress
+import math
 import os
 import re
 import socket
@@ -37,6 +38,8 @@ OUTBOUND = "outbound"
 _HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
 # certificates are valid from so long before they are made, for clocks that run slow
 _SKEW = timedelta(minutes=5)
+# a certificate for as many days as its authority may be made so long after it
+_AGE = timedelta(hours=1)
 
 
 def check_name(name: str, what: str = "member name") -> str:
@@ -328,8 +331,8 @@ def _certificate_builder(
     subject: x509.Name,
     issuer: x509.Name,
     key: ec.EllipticCurvePublicKey,
-    days: float,
     now: datetime,
+    end: datetime,
 ):
     return (
         x509.CertificateBuilder()
@@ -338,7 +341,7 @@ def _certificate_builder(
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _SKEW)
-        .not_valid_after(now + timedelta(days=days))
+        .not_valid_after(end)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
 
@@ -369,7 +372,7 @@ def make_authority(
     )
     key = new_key(folder / "ca.key")
     certificate = (
-        _certificate_builder(subject, subject, key.public_key(), days, now)
+        _certificate_builder(subject, subject, key.public_key(), now, now + timedelta(days=days))
         # path_length 0: the authority signs members only, no other authorities.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(key_cert_sign=True, crl_sign=True), critical=True)
@@ -423,7 +426,8 @@ def sign_request(
 
     Raises:
         TransportError: when the request is not signed by its own key, asks for another name or
-            address, or has another key than the member's certificate.
+            address, has another key than the member's certificate, or is to be valid for longer
+            than the authority.
     """
     _check_days(days)
     now = now or datetime.now(UTC)
@@ -463,6 +467,7 @@ def sign_request(
             f"{request} asks for {', '.join(hosts) or OUTBOUND}; agreed was {address}"
         )
     authority, ca = load_key(folder / "ca.key"), load_certificate(folder / "ca.pem")
+    end = _find_end(folder, ca, now, days)
     subject = x509.Name(
         [
             x509.NameAttribute(NameOID.COMMON_NAME, key_fingerprint(key)),
@@ -470,7 +475,7 @@ def sign_request(
         ]
     )
     certificate = (
-        _certificate_builder(subject, ca.subject, key, days, now)
+        _certificate_builder(subject, ca.subject, key, now, end)
         .add_extension(
             x509.SubjectAlternativeName(
                 [*(wanted or ()), x509.DNSName(key_host(key_fingerprint(key)))]
@@ -496,6 +501,23 @@ def sign_request(
     made.parent.mkdir(exist_ok=True)
     write_certificate(made, certificate)
     return certificate
+
+
+def _find_end(folder: Path, ca: x509.Certificate, now: datetime, days: float) -> datetime:
+    """Return the end of a certificate of so many days: no later than that of its authority.
+
+    Raises:
+        TransportError: when the authority ends before.
+    """
+    end, last = now + timedelta(days=days), ca.not_valid_after_utc
+    if last <= now or end - last > _AGE:
+        left = math.floor(10 * max(0.0, (last - now) / timedelta(days=1))) / 10
+        raise TransportError(
+            f"the authority in {folder} ends on {last:%Y-%m-%d %H:%M} UTC, and with it all of its "
+            f"certificates: {days:g} days are too many, of which {left:g} are left (--days); for "
+            "more, members need certificates of a new authority"
+        )
+    return min(end, last)
 
 
 @dataclass(frozen=True)

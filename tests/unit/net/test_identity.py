@@ -116,6 +116,29 @@ def test_a_request_with_another_members_name_or_key_replaces_nothing(folder, tmp
     (folder / "members" / "north.pem").write_bytes(before)
 
 
+def test_no_certificate_is_valid_for_longer_than_its_authority(tmp_path):
+    """A chain ends with its authority, and what says how long a member's is valid knows that one alone."""
+    identity.make_authority(tmp_path, "short", days=40, now=NOW)
+    request = identity.make_request(tmp_path, "north", "192.0.2.7:7447")
+
+    def sign(after: float, days: float) -> datetime:
+        """When it ends that is signed so many days after the authority was made."""
+        at = NOW + timedelta(days=after)
+        made = identity.sign_request(
+            tmp_path, request, "north", "192.0.2.7:7447", days=days, now=at
+        )
+        return made.not_valid_after_utc
+
+    assert sign(9, 31) == NOW + timedelta(days=40)
+    assert sign(0.001, 40) == NOW + timedelta(days=40), "as long, and made a minute later"
+    before = (tmp_path / "members/north.pem").read_bytes()
+    for after, days, said in ((0, 400, "400 days"), (25, 30, "of which 15 are"), (41, 1, "0 are")):
+        with pytest.raises(TransportError, match=r"ends on 2030-02-10 00:00 UTC") as found:
+            sign(after, days)
+        assert said in str(found.value)
+    assert (tmp_path / "members/north.pem").read_bytes() == before
+
+
 def test_a_certificate_that_is_over_is_refused_with_both_dates(folder):
     with pytest.raises(
         TransportError,
