@@ -42,6 +42,7 @@ class Evaluator:
         layout: how models lie in rows.
         loss: what is minimized.
         metrics: what `evaluate` measures in addition to the loss and the metric that goes with it.
+        form: of the module's outputs and the targets, see `functional.scores`.
         engine: computes the outputs.
         block: models that are run at once.
         rng: the streams of the round, which decide the noise on inputs and what models draw.
@@ -53,6 +54,7 @@ class Evaluator:
     layout: Layout
     loss: Loss
     metrics: Sequence[Metric]
+    form: Form
     engine: Engine
     block: int
     rng: Rng = field(default_factory=lambda: Rng(0))
@@ -121,7 +123,7 @@ class Evaluator:
         out = torch.zeros(inbox.mask.shape, dtype=torch.float64)
         clients, slots = inbox.mask.nonzero(as_tuple=True)
         samples, indices = self.data.samples, self.data.sample_indices(split)
-        counts, form = self.data.count_samples(split), self._outputs_form()
+        counts, form = self.data.count_samples(split), self.form
         # Client by client: what two models predict depends on no other client, and few outputs are
         # in memory at a time.
         for client in clients.unique().tolist():
@@ -152,7 +154,7 @@ class Evaluator:
         self, params: Float[Tensor, "clients params"]
     ) -> Int[Tensor, "clients predictions"]:
         """Return the classes that models predict for the public set; see `Task.predict_public`."""
-        public, form = self._require_public(), self._outputs_form()
+        public, form = self._require_public(), self.form
         check_predicts_classes("public_agreement", form)
         everything, models = torch.arange(len(public))[None], torch.arange(len(params))
         keys = None
@@ -174,7 +176,7 @@ class Evaluator:
     def count_predictions(self) -> int:
         """Return how many classes a model predicts for the public set."""
         targets = self._require_public().y
-        if self._outputs_form() == "positions":
+        if self.form == "positions":
             # of one class, since a form may leave out some of the positions
             one = targets[:, None] if self.loss.class_axis == 1 else targets[..., None]
             targets = self.loss.to_metric_form(one, targets)[1]
@@ -187,9 +189,6 @@ class Evaluator:
                 "data have none; give them one by Federation.with_public_set, or take 'agreement'"
             )
         return self.data.public
-
-    def _outputs_form(self) -> Form:
-        return self.loss.possible_forms(self.data.samples.prepare_targets(torch.arange(1)))[0]
 
     def _score_pairs(
         self, table: Tensor, models: Tensor, clients: Tensor, split: str

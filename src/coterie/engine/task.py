@@ -107,7 +107,7 @@ class Task:
             _check_output_is_needed(layout, x)
         # Before the trial of an engine, so that the message names outputs and targets.
         given = client_model.keeps_given or client_model.init == "given"
-        _check_outputs(layout, loss, data, x, given)
+        outputs = _check_outputs(layout, loss, data, x, given)
         if isinstance(loss, Tokens):
             _warn_of_copied_tokens(layout, loss, x, y)
         # What goes with the loss is measured once.
@@ -115,6 +115,15 @@ class Task:
         extra = tuple(metric for metric in model.metrics if metric.name not in own)
         for metric in extra:
             loss.check_metric_fits(metric, y)
+        form = loss.possible_forms(y)[0]
+        if outputs is not None:
+            form = loss.find_form(outputs, y)
+            judged = [*extra]
+            # A loss that measures samples in a way of its own takes outputs as they are.
+            if loss.metric is not None and type(loss).measure_samples is Loss.measure_samples:
+                judged.append(metrics.REGISTRY[loss.metric])
+            for metric in judged:
+                loss.check_metric_shapes(metric, outputs, y, federation.classes)
         engine = make_engine(
             options.engine,
             layout,
@@ -133,7 +142,7 @@ class Task:
         trainer = Trainer(
             data, layout, loss, engine, block, work.rounds, secret, ranks=client_model.ranks
         )
-        evaluator = Evaluator(data, layout, loss, extra, engine, block)
+        evaluator = Evaluator(data, layout, loss, extra, form, engine, block)
         return Task(data, client_model, trainer, evaluator, clusters, pool)
 
     # ------------------------------------------------------------------ the clients and their model
@@ -486,17 +495,20 @@ def _warn_of_copied_tokens(layout: Layout, loss: Tokens, x: Tensor, y: Tensor) -
 
 def _check_outputs(
     layout: Layout, loss: Loss, data: ClientData, x: Tensor, keeps_given: bool
-) -> None:
+) -> Tensor | None:
     """Refuse outputs and targets that the loss does not take, or that mean other classes.
 
     A module that fails on the inputs is left to the engines, which say where it does.
+
+    Returns:
+        The outputs; None where the module fails.
     """
     try:
         outputs = layout.try_module(x)
     except ModelError:  # of what the module returned
         raise
     except MODULE_ERRORS:
-        return
+        return None
     classes = data.federation.classes
     if loss.targets == "class" and outputs.shape[-1] < classes:
         raise ModelError(
@@ -510,6 +522,7 @@ def _check_outputs(
     for samples in (data.samples, *data.tests):
         if len(samples):
             loss.check_data(outputs, samples.y)
+    return outputs
 
 
 def _check_meaning(outputs: int, names: Sequence[str], keeps_given: bool) -> None:

@@ -35,7 +35,7 @@ from coterie.functional.metrics import (
     TOKEN_ACCURACY,
     Metric,
 )
-from coterie.functional.scores import UNCOUNTED, Form, flatten_entries
+from coterie.functional.scores import UNCOUNTED, Form, flatten_entries, has_form
 
 Targets = Literal["class", "labels", "integers", "numbers"]
 """The target of a sample: one class; one or several yes or no; integers of any shape; numbers."""
@@ -101,7 +101,20 @@ class Loss(Configurable):
         # A custom function without declared forms gets what the module and the data have.
         if not metric.takes:
             return outputs, targets
+        # (samples, 1) outputs are one for each time, too.
+        if self.form is None and "times" in metric.takes and outputs.numel() == len(outputs):
+            outputs = outputs.reshape(-1)
         return self.to_metric_form(outputs, targets)
+
+    def find_form(self, outputs: Tensor, targets: Tensor) -> Form:
+        """Return the form of some outputs and their targets; "numbers" where no other is theirs."""
+        if self.form is not None:
+            return self.form
+        given = self.to_metric_form(outputs, targets)
+        for form in self.possible_forms(targets):
+            if has_form(form, *given):
+                return form
+        return "numbers"
 
     def possible_forms(self, targets: Tensor) -> tuple[Form, ...]:
         """Return the forms that outputs and targets may have."""
@@ -132,6 +145,32 @@ class Loss(Configurable):
                 f"metric {metric.name!r} is of {_describe_forms(metric.takes)}; "
                 f"loss {self.kind!r} trains outputs for {_describe_forms(forms)}: "
                 f"take one of {', '.join(fitting)}, or a custom function"
+            )
+
+    def check_metric_shapes(
+        self, metric: Metric, outputs: Tensor, targets: Tensor, classes: int
+    ) -> None:
+        """Refuse a metric of outputs of other shapes, of which it would make some number.
+
+        Args:
+            metric: the metric.
+            outputs: of the module for some samples.
+            targets: of these samples.
+            classes: number of classes, where each target is one; else 0.
+
+        Raises:
+            ConfigError: with the shapes that it takes.
+        """
+        if self.form is not None or not metric.takes:
+            return
+        given = self.metric_inputs(metric, outputs, targets)
+        fitting = [form for form in metric.takes if has_form(form, *given)]
+        if not fitting or ("class" in fitting and given[0].shape[1] < classes):
+            expected = ", or ".join(_SHAPES[form] for form in metric.takes)
+            raise ConfigError(
+                f"metric {metric.name!r} takes outputs and targets {expected}; found "
+                f"{_describe_shape(outputs)} and {_describe_shape(targets)}: take a bundled loss "
+                "of such outputs, or a custom metric"
             )
 
     def num_outputs(self, y: Shaped[Tensor, "samples *targets"], classes: int) -> int:
@@ -210,6 +249,15 @@ _FORMS: dict[Form, str] = {
     "positions": "a class at each position",
     "numbers": "numbers",
     "times": "times of events",
+}
+
+
+_SHAPES: dict[Form, str] = {
+    "class": "(samples, classes) and (samples,)",
+    "labels": "(samples, labels) and (samples, labels)",
+    "positions": "(samples, positions, classes) and (samples, positions)",
+    "numbers": "of one shape",
+    "times": "(samples,) and (samples, 2)",
 }
 
 

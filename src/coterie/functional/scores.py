@@ -35,6 +35,17 @@ UNCOUNTED = -100
 _AT_ONCE = 1 << 24
 
 
+def has_form(form: Form, outputs: Tensor, targets: Tensor) -> bool:
+    """Whether outputs and targets have the shapes of a form; a class needs an output of its own."""
+    if form == "class":
+        return outputs.dim() == 2 and outputs.shape[1] > 1 and targets.dim() == 1
+    if form == "positions":
+        return outputs.dim() == 3 and targets.dim() == 2 and outputs.shape[:2] == targets.shape
+    if form == "times":
+        return outputs.dim() == 1 and targets.shape == (len(outputs), 2)
+    return outputs.shape == targets.shape and (form == "numbers" or targets.dim() == 2)
+
+
 class Undefined(UserWarning):
     """A metric is NaN; the message says why."""
 

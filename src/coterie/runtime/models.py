@@ -563,7 +563,7 @@ def collect_models(
         hidden=hidden,
         whole=layout.arguments.whole,
         inputs=InputForm.from_federation(federation),
-        form=objective.possible_forms(y)[0],
+        form=task.evaluator.form,
         class_axis=objective.class_axis,
         class_names=federation.class_names,
         ids=tuple(loop.record.table_ids(task.ids).tolist()),

@@ -390,6 +390,52 @@ def test_a_metric_of_other_targets_is_refused_with_those_that_fit():
         own.check_metric_fits(REGISTRY["mae"], integers(2))
 
 
+@pytest.mark.parametrize(
+    ("name", "outputs", "targets", "classes"),
+    [
+        ("accuracy", torch.randn(6, 1), torch.tensor([0, 1] * 3), 2),
+        ("auroc", torch.randn(6), torch.tensor([0, 1] * 3), 2),
+        ("f1", torch.randn(6, 2), torch.tensor([0, 1, 2] * 2), 3),
+        ("exact_match", torch.randn(6, 6), torch.ones(6, 6).long(), 0),
+        ("iou", torch.randn(6, 4, 5, 4), torch.ones(6, 5, 4).long(), 0),
+        ("mae", torch.randn(3, 3), torch.randn(3), 0),
+        ("auroc", torch.randn(6, 1), torch.tensor([0.0, 1.0] * 3), 0),
+        ("concordance", torch.randn(6, 3), torch.ones(6, 2), 0),
+    ],
+)
+def test_a_metric_makes_no_number_of_outputs_of_other_shapes(name, outputs, targets, classes):
+    """The largest of one output is always the first: its accuracy would be the share of class 0."""
+    own, metric = losses.CustomLoss(f"{__name__}:focal"), REGISTRY[name]
+    own.check_metric_fits(metric, targets)
+    with pytest.raises(ConfigError, match=f"metric '{name}' takes outputs and targets .*; found"):
+        own.check_metric_shapes(metric, outputs, targets, classes)
+
+
+def test_the_order_of_events_is_that_of_one_output_each():
+    """Times 1 to 4, all of them events: of six pairs the last two samples are in the wrong order."""
+    own, metric = losses.CustomLoss(f"{__name__}:focal"), REGISTRY["concordance"]
+    outputs = torch.tensor([[4.0], [3.0], [1.0], [2.0]])
+    targets = torch.tensor([[1.0, 1.0], [2.0, 1.0], [3.0, 1.0], [4.0, 1.0]])
+    own.check_metric_shapes(metric, outputs, targets, 0)
+    assert metric(*own.metric_inputs(metric, outputs, targets)) == pytest.approx(5 / 6)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "targets", "form"),
+    [
+        ((6, 3), torch.tensor([0, 1, 2] * 2), "class"),
+        ((6, 1), torch.tensor([0, 1] * 3), "numbers"),
+        ((6, 4), torch.ones(6, 4).long(), "labels"),
+        ((6, 4, 3), torch.ones(6, 4).long(), "positions"),
+        ((6, 3, 4, 4), torch.ones(6, 4, 4).long(), "numbers"),
+        ((6, 1), torch.ones(6), "numbers"),
+    ],
+)
+def test_the_form_of_outputs_of_a_function_follows_from_their_shape(outputs, targets, form):
+    own = losses.CustomLoss(f"{__name__}:focal")
+    assert own.find_form(torch.randn(outputs), targets) == form
+
+
 # ---------------------------------------------------------------- the door
 
 

@@ -385,6 +385,34 @@ def test_labels_are_each_yes_or_no_and_numbers_have_no_probabilities():
         run.predict(0, np.ones((1, 2)), "classes")
 
 
+def yes_or_no(outputs, targets):
+    wanted = targets.to(outputs.dtype).reshape(outputs.shape)
+    losses = nn.functional.binary_cross_entropy_with_logits(outputs, wanted, reduction="none")
+    return losses.flatten(1).mean(1)
+
+
+def test_labels_of_a_loss_of_ones_own_are_each_yes_or_no():
+    x = np.random.default_rng(0).normal(size=(40, 3))
+    labels = coterie.from_arrays(x, (x > 0.3).astype(int), clients=np.arange(40) // 20)
+    loss = f"{__name__}:yes_or_no"
+    run = trained("local", model=nn.Linear(3, 3), federation=labels, loss=loss)
+    outputs = run.predict(0, x)
+    assert torch.equal(run.predict(0, x, "probabilities"), outputs.sigmoid())
+    assert run.predict(0, x, "classes").tolist() == (outputs > 0).long().tolist()
+
+
+def test_one_output_of_a_loss_of_ones_own_is_no_class():
+    """It may be a logit, or a probability already: nobody has said which."""
+    x, y = np.random.default_rng(0).normal(size=(40, 3)), np.arange(40) % 2
+    data = coterie.from_arrays(x, y, clients=np.arange(40) // 20)
+    given = {"model": nn.Linear(3, 1), "federation": data, "loss": f"{__name__}:yes_or_no"}
+    run = trained("local", **given)
+    with pytest.raises(ConfigError, match="the outputs are numbers, which have no probabilities"):
+        run.predict(0, x, "probabilities")
+    with pytest.raises(ConfigError, match=r"'accuracy' takes outputs .*; found \(samples, 1\)"):
+        trained("local", metrics=["accuracy"], **given)
+
+
 def test_tokens_have_a_class_at_each_position():
     federation = tiny_federation(kind="tokens")
     model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 3))
