@@ -607,7 +607,7 @@ def _fit_preparations(
         warnings.warn(
             f"{len(without)} of {len(clients)} clients have columns without any value in their "
             f"training rows (first: client {who}, column {found[first].empty[0]!r}); what is empty "
-            "there becomes 0",
+            "there becomes 0, and any value too where columns are scaled",
             stacklevel=2,
         )
     return found

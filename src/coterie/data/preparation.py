@@ -13,6 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+# What divides a column of whose scale a client knows nothing: whatever is there becomes 0, and not
+# a number in other units. Infinity would do the same, and JSON has none.
+_NO_SCALE = float(np.finfo(np.float64).max)
+
 
 def _most_frequent(values: Float[np.ndarray, " samples"]) -> float:
     """The value that occurs most often; the smallest of equals."""
@@ -115,6 +119,8 @@ class ColumnPreparation:
         fill = np.eye(self.width)[int(value)] if self.width > 1 else np.array([value])
         if not self.scale:
             return fill, 0.0, 1.0
+        if not len(known):
+            return fill, value, _NO_SCALE
         filled = np.where(np.isnan(own), fill, own).astype(np.float64)
         return fill, *_measure_scale(filled)
 
@@ -129,7 +135,7 @@ class FittedPreparation:
         spread: what divides.
         whole: whether the result is whole numbers.
         empty: the columns without any value in the training rows, and without an entry that says
-            so; their empty entries become 0.
+            so; their empty entries become 0, and scaled columns as a whole.
     """
 
     fill: Float[Tensor, " entries"]
@@ -175,6 +181,8 @@ class Preparation:
                 # The column becomes 0. An indicator says that it is empty, which needs no warning.
                 if not column.indicated:
                     empty.append(column.name)
+                if column.scale:
+                    spread[column.start] = _NO_SCALE
                 continue
             place = slice(column.start, column.start + column.width)
             fill[place], center[place], spread[place] = found

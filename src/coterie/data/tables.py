@@ -22,6 +22,7 @@ from coterie.data.guesses import (
     warn_about_columns,
     warn_about_ids,
     warn_about_lookalikes,
+    warn_about_shared_samples,
 )
 from coterie.data.preparation import FILLS, ColumnPreparation, Preparation, TableColumn
 from coterie.data.schema import TableSchema
@@ -250,6 +251,9 @@ def read_table(
         samples, validation = _divide_rows(pool, samples[0], columns.split_column)
     elif test is None:
         samples.append(Samples(samples[0].x[:0], samples[0].y[:0]))
+    if len(samples[1]):
+        pool_rows, held = ((one.x, one.y) for one in samples)
+        warn_about_shared_samples(pool_rows, held, name)
     parts = ()
     if numbers and codes:
         width = sum(one.num_entries for one in numbers)

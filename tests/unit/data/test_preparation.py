@@ -1,5 +1,7 @@
 """What a client fills in and scales by, beside scikit-learn's imputer and scaler."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -62,3 +64,17 @@ def test_a_column_without_any_value_is_named_and_becomes_zero():
     ).fit(torch.full((2, 2), nan))
     assert fitted.empty == ("a",)
     assert fitted(torch.tensor([[nan, nan], [5.0, 6.0]])).tolist() == [[0, 3], [5, 6]]
+
+
+@pytest.mark.parametrize("impute", ["median", 7.0])
+def test_a_column_of_unknown_scale_is_0_whatever_is_there(impute):
+    """No training row has it, and 262 next to numbers of about 1 would decide each prediction."""
+    columns = (
+        ColumnPreparation("age", 0, scale=True),
+        ColumnPreparation("chol", 1, impute=impute, scale=True, indicated=True),
+    )
+    nan = float("nan")
+    fitted = Preparation(columns).fit(torch.tensor([[1.0, nan], [3.0, nan]]))
+    rows = torch.tensor([[3.0, 262.0], [1.0, nan]], dtype=torch.float64)
+    assert fitted(rows).tolist() == [[1, 0], [-1, 0]]
+    json.dumps(fitted.spread.tolist(), allow_nan=False)  # as `coterie export` writes it

@@ -620,3 +620,19 @@ def test_ids_with_leading_zeros_stay_what_they_are(tmp_path):
     table["site"] = np.arange(20) % 2
     table.to_csv(tmp_path / "t.csv", index=False)
     assert from_table(tmp_path / "t.csv", target="ill", client="site").client_names == ()
+
+
+def test_test_rows_that_are_training_rows_too_are_said():
+    """In a table of its own, and in the same one; other values are other rows."""
+    draw = np.random.default_rng(0)
+    rows = pd.DataFrame({"age": draw.normal(size=30), "ill": draw.choice(["no", "yes"], 30)})
+    copied = rows[:12]
+    line = "12 of 12 test samples are training samples as well, input and target"
+    with pytest.warns(UserWarning, match=line):
+        from_table(rows, target="ill", num_clients=2, test=copied)
+    both = pd.concat([rows.assign(part="train"), copied.assign(part="test")])
+    with pytest.warns(UserWarning, match=line):
+        from_table(both, target="ill", num_clients=2, split_column="part")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_table(rows[12:], target="ill", num_clients=2, test=copied)
