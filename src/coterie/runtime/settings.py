@@ -356,7 +356,15 @@ class Settings(Configurable):
     @property
     def output_metrics(self) -> tuple[Metric, ...]:
         """The requested metrics that are computed from outputs and targets."""
-        found = (find_metric(name) for name in self.metrics if name not in GROUPS)
+        found = [find_metric(name) for name in self.metrics if name not in GROUPS]
+        seen: dict[str, Metric] = {}
+        for one in found:
+            other = seen.setdefault(one.name, one)
+            if other is not one:  # of two columns of one name the last would stay
+                raise ConfigError(
+                    f"metrics has two of the name {one.name!r}, {other.path} and {one.path}; give "
+                    "one of them another name"
+                )
         return tuple(one for one in found if one.function is not None)
 
     def to_identity(self) -> dict[str, Any]:

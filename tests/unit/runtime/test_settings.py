@@ -12,6 +12,7 @@ from coterie.data.federation import Federation
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError
 from coterie.exchange.in_memory import InMemory
+from coterie.functional.metrics import Metric
 from coterie.methods.base import Method
 from coterie.methods.local import Local
 from coterie.methods.panm import PanmLoss
@@ -305,3 +306,18 @@ def test_the_warm_up_is_counted_in_epochs_where_it_is_given(warmup: int | None, 
         local=LocalTraining(steps=3, batch_size=5, optimizer="sgd", lr=0.1), warmup_epochs=warmup
     )
     assert loop.train_samples == 6 * samples
+
+
+def half(outputs: Tensor, targets: Tensor) -> float:
+    return 0.5
+
+
+HALF = Metric("half", function=lambda outputs, targets: 0.25)
+
+
+def test_two_metrics_of_one_name_are_refused():
+    """Their values would be one column, of which the last stays."""
+    names = [f"{__name__}:half", f"{__name__}:HALF"]
+    with pytest.raises(ConfigError, match=r"two of the name 'half', .*:half and .*:HALF; give one"):
+        started(metrics=names)
+    assert started(metrics=names[:1]).task.evaluator.metrics[0].name == "half"
