@@ -51,10 +51,11 @@ declares in `reports`, one number a client.
 
 With a meaning of their own (`RESERVED_REPORT_KEYS`): `peers` (ids read), `arrived`, `weights`
 (mixing weight of each slot), `own_weight`, `bytes`, `similarities` and `probabilities` (of each
-slot, see `similarity_report`), `label` (found cluster), `losses` and `train_samples` of
-`Task.train`, `trained` (the models before the exchange that ends a round, which are the ones to
-judge). The loop adds `slots_refused`, which of the `peers` the client refused, and in virtual time
-`ages` and `age_seconds`, how old each message was.
+slot, see `similarity_report`), `label` (found cluster; what is kept is what `serving_model`
+returns, of methods with a server), `losses` and `train_samples` of `Task.train`, `trained` (the
+models before the exchange that ends a round, which are the ones to judge). The loop adds
+`slots_refused`, which of the `peers` the client refused, and in virtual time `ages` and
+`age_seconds`, how old each message was.
 """
 
 RESERVED_REPORT_KEYS = frozenset(

@@ -541,6 +541,16 @@ class Loop:
                 index, ids[lost], "train", "current", {name: torch.ones(int(lost.sum()))}
             )
             self._note_diverged(ids[lost])
+        found = metrics.LABEL.name
+        if found in info and not self.method.server and found not in self._undeclared:
+            self._undeclared.add(found)
+            warnings.warn(
+                f"{self.method.kind} reports {found!r}, which is not recorded: a found cluster is "
+                "known of methods with a server alone, whose `serving_model` returns it; give a "
+                "metric of another name, declared in `reports` of its class",
+                Undeclared,
+                stacklevel=2,
+            )
         # Each undeclared name is warned of once in a run.
         for key in sorted(
             set(info)

@@ -176,6 +176,25 @@ def test_what_is_not_declared_is_named_once_and_breaks_a_promise():
         check_method(Silent())
 
 
+@final
+@dataclass(frozen=True)
+class Grouped(PeerMethod):
+    kind: ClassVar[str] = "grouped"
+
+    def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
+        rnd.exchange.pull(self.publish(rnd.task, state), torch.full((len(rnd.ids), 1), -1))
+        return state, {"label": rnd.ids % 2}
+
+
+def test_a_cluster_that_clients_found_without_a_server_is_said_to_be_dropped():
+    settings = tiny_settings(rounds=2, metrics=["clusters"])
+    line = "grouped reports 'label', which is not recorded: a found cluster is known of methods"
+    with pytest.warns(Undeclared, match=line) as said:
+        run = simulate(tiny_federation(), Grouped(), model="linear", settings=settings)
+    assert len(said) == 1
+    assert not {"label", "n_clusters", "rand"} & set(run.metrics["metric"])
+
+
 @pytest.mark.parametrize("name", ["weights", LOSS.name])
 def test_a_name_that_means_something_else_is_refused(name):
     class Wrong(PeerMethod):
