@@ -91,7 +91,7 @@ class LocalTraining(Configurable):
         augment: "crop-flip" pads images by `padding` black pixels, cuts random pieces and mirrors
             half of them. Or a function (batch, generator) -> batch, by its import path, which is
             called in each step of each client; see the guide to own data.
-        padding: see `augment`.
+        padding: see `augment`; with 0 images are mirrored only.
         persistent_client_optimizer: each client keeps the state of its optimizer (the moments, and
             the count of its steps) from round to round, whatever model it trains next. Some
             published code works so; it needs an optimizer with a state, and no sequential

@@ -54,9 +54,9 @@ regions = 5
 def test_there_is_a_study_for_every_table():
     """A1 to A8 of FedGWC (three triples for levels and domains), beta, the homogeneous case, two of equal
     participation, and A1 with published labels; B1 to B4 of SosicFL (three splits), clusters and radii, the late start, the calibration,
-    crops and flips."""
+    crops and flips, and three splits without mirrored images."""
     assert len([name for name in NAMES if name.startswith("fedgwc/")]) == 4 + 3 * 4 + 1 + 3 + 1
-    assert len([name for name in NAMES if name.startswith("sosicfl/")]) == 4 * 3 + 4
+    assert len([name for name in NAMES if name.startswith("sosicfl/")]) == 4 * 3 + 4 + 3
 
 
 SWEEPS = {
