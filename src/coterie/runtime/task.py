@@ -8,6 +8,7 @@ from coterie.data.federation import Federation
 from coterie.data.source import describe_parts
 from coterie.engine.task import EngineOptions, ModelSpec, Task, Workload
 from coterie.errors import ConfigError
+from coterie.functional import metrics
 from coterie.functional.losses import default_loss
 from coterie.methods.base import Method
 from coterie.methods.server import explain_single_models
@@ -81,6 +82,15 @@ def make_task(
     # The first two axes are clients and samples; a loss sees samples.
     targets = federation.y.flatten(0, 1)
     loss = settings.custom_loss or default_loss(targets, federation.classes)
+    for name in (metrics.TRAIN_PRIOR_ACCURACY.name, metrics.GLOBAL_ACCURACY.name):
+        # They are made of the accuracy that is measured with the loss.
+        judged = loss.metric == metrics.ACCURACY.name and federation.classes > 0
+        if name in settings.metrics and not judged:
+            raise ConfigError(
+                f"metric {name!r} needs classes, and a loss that is measured with the accuracy; "
+                f"found loss {loss.kind!r} and {federation.classes or 'no'} classes: take "
+                "'cross-entropy' or 'binary', or leave the metric out"
+            )
     outputs = loss.num_outputs(targets, federation.classes)
     spec = ModelSpec(
         method.build_model(resolve_model(model, federation.features, outputs, federation.parts)),

@@ -139,6 +139,17 @@ def test_clusters_are_weighed_by_their_members():
     assert table.global_accuracy.tolist() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("name", ["train_prior_accuracy", "global_accuracy"])
+def test_what_is_made_of_the_accuracy_is_refused_where_none_is_measured(name):
+    """It would be in no table, and nothing would say so."""
+    given = {"classes": "mse", "labels": "multi-label"}
+    for kind, loss in given.items():
+        data = testing.tiny_federation(kind=kind)
+        settings = testing.tiny_settings(loss=loss, metrics=[name])
+        with pytest.raises(ConfigError, match=f"metric '{name}' needs classes, .*loss '{loss}'"):
+            simulate(data, FedAvg(), model="linear", settings=settings)
+
+
 def test_only_a_server_has_a_global_model():
     """Peer-to-peer methods report the class metrics alone; unknown names are refused."""
     _, _, table = run(Random(num_peers=2))
