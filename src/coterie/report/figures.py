@@ -232,11 +232,17 @@ def _select_methods(
 
 def _name_runs(runs: Sequence[StoredRun]) -> list[tuple[str, StoredRun]]:
     """Return the runs with a name for their line: the label, and the study if there are several."""
-    several = len({run.folder.parent.parent for run in runs}) > 1
+    names = {run.folder.parent.parent: run.study_name for run in runs}
+    # The name of a study begins with its paper, which would not fit a legend. Where two studies
+    # have one name then, a line would be a mean over both.
+    shown = {folder: name.split("/", 1)[-1] for folder, name in names.items()}
+    if len(set(shown.values())) < len(names):
+        shown = names
+    if len(set(shown.values())) < len(names):
+        shown = {folder: str(folder) for folder in names}
     named = []
     for run in runs:
-        # The name of a study begins with its paper, which would not fit a legend.
-        study = f", {run.study_name.split('/', 1)[-1]}" if several else ""
+        study = f", {shown[run.folder.parent.parent]}" if len(names) > 1 else ""
         named.append((run.label + study, run))
     return named
 

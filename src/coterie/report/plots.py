@@ -2,8 +2,10 @@
 
 import math
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -30,11 +32,13 @@ from coterie.report.data.packing import (
 )
 from coterie.report.data.reads import assign_cells
 from coterie.results import graph, summary
+from coterie.results.coverage import IncompleteStudyWarning, format_seed_ranges
 from coterie.results.planted import MOST_CLUSTERS
 from coterie.results.stored_runs import (
     FEDERATION,
     StoredRun,
     collect_metrics,
+    find_planned_runs,
     load_cluster_names,
     load_federation_description,
     main_metric,
@@ -245,7 +249,7 @@ def _list_reads(name: str, counts: Any, clients: int) -> pd.DataFrame:
 def _select_reading_groups(runs: NamedRuns) -> dict[str, list[StoredRun]]:
     """Select the methods in which a client reads another one, by name."""
     groups = {}
-    for name, group in group_by_name(runs).items():
+    for name, group in group_by_name(select_alike_runs(runs)).items():
         if any(len(run.edges) for run in group):
             groups[name] = group
     return groups
@@ -308,7 +312,7 @@ def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFi
     shown = choose_metric(runs, metric)
     figure, axes = make_single_figure()
     rows, named = [], set()
-    groups = group_by_name(runs)
+    groups = group_by_name(select_alike_runs(runs))
     for place, (name, group) in enumerate(groups.items()):
         done = []
         for run in group:
@@ -521,6 +525,16 @@ def count_cluster_content(run: StoredRun, by: str) -> tuple[list[str], np.ndarra
             raise DataError(
                 f"{path} does not have the classes of each client; run the study again to write it"
             )
+        # Each seed draws its own data, and those of the first are described.
+        planned = find_planned_runs(study)
+        described = planned[0][1] if planned else run.seed
+        drawn_once = (run.config.get("data") or {}).get("fixed_seed") is not None
+        if run.seed != described and not drawn_once:
+            raise DataError(
+                f"{study / FEDERATION} has the classes of each client with seed {described}, whose "
+                f"run of {run.label} is not among the compared ones; finish it: the clusters of "
+                f"seed {run.seed} are of other data"
+            )
         return list(map(str, stored["classes"])), np.array(stored["labels"])
     cluster = run.client_clusters.to_numpy()
     names = load_cluster_names(study, map(int, np.unique(cluster)))
@@ -563,6 +577,50 @@ def pad_planted_clusters(group: Sequence[StoredRun], population: int) -> np.ndar
     # Other seeds may name more clients than the first one, whose clusters it does not know.
     cluster[: group[0].population] = group[0].planted_clusters
     return cluster
+
+
+def select_alike_runs(runs: NamedRuns) -> NamedRuns:
+    """Select the runs whose clients are in the planted clusters of the first run of their study.
+
+    Only these can share a picture of single clients: where each seed plants its clusters at other
+    clients (`assign = "shuffled"`), a mean over seeds would be one over clusters.
+
+    Warns:
+        IncompleteStudyWarning: about the seeds that are left out.
+    """
+    first: dict[Path, StoredRun] = {}
+    chosen, left = [], dict[str, list[int]]()
+    for name, run in runs:
+        if _plant_alike(first.setdefault(run.folder.parent.parent, run), run):
+            chosen.append((name, run))
+        else:
+            left.setdefault(name, []).append(run.seed)
+    for name, seeds in left.items():
+        which = f"seeds {format_seed_ranges(seeds)} plant their"
+        if len(seeds) == 1:
+            which = f"seed {seeds[0]} plants its"
+        warnings.warn(
+            f"{name}: {which} clusters at other clients than the first seed does: not in "
+            "this figure of single clients",
+            IncompleteStudyWarning,
+            stacklevel=3,
+        )
+    return chosen
+
+
+def _plant_alike(first: StoredRun, other: StoredRun) -> bool:
+    """Whether each client of two runs is in one planted cluster, at the beginning and at the end."""
+    both = [[run.planted_phases.select(0) for run in (first, other)]]
+    # Where data change over the rounds, a run that goes on may be in an earlier phase.
+    if first.is_finished and other.is_finished:
+        both.append([first.planted_clusters, other.planted_clusters])
+    for a, b in both:
+        # Seeds may name other clients, whose clusters are then not known of each.
+        size = min(len(a), len(b))
+        a, b = a[:size], b[:size]
+        if np.any((a != b) & (a >= 0) & (b >= 0)):
+            return False
+    return True
 
 
 def group_by_name(runs: NamedRuns) -> dict[str, list[StoredRun]]:
@@ -737,15 +795,19 @@ def draw_sweep(
             found.append((run, values))
     for (run, values), (label, rest) in zip(found, name_runs(found, asked), strict=True):
         mean = compute_final_mean(run, shown.name, cluster)
-        points.append((label + rest, run.method_kind + rest, *values, mean))
-    table = pd.DataFrame(points, columns=["method", "kind", *asked, "value"])
+        points.append((label + rest, run.method_kind + rest, *values, run.seed, mean))
+    table = pd.DataFrame(points, columns=["method", "kind", *asked, "seed", "value"])
     if all(len(np.unique(table[one].to_numpy())) < 2 for one in asked):
         raise DataError(
             f"the finished runs here do not vary {setting}; give the folders of all points "
             "of a sweep"
         )
-    # When each label has one value, lines by label would be single points: the kind joins them.
-    if len(set(zip(table["method"], table[asked[0]], strict=True))) == len(set(table["method"])):
+    # When each label has one value, lines by label would be single points: the kind joins them,
+    # unless two methods of a kind have one value, of which a point would be the mean.
+    single = len(set(zip(table["method"], table[asked[0]], strict=True))) == len(
+        set(table["method"])
+    )
+    if single and not table.duplicated(["kind", *asked, "seed"]).any():
         table["method"] = table["kind"]
     reduced = _reduce_over_seeds(table, "method", asked)
     figure, axes = make_single_figure()
@@ -827,15 +889,22 @@ def draw_sensitivities(
             chosen.append((name, run))
     chosen = chosen or list(runs)
     shown = choose_metric(chosen, metric)
-    rows = []
+    found = []
     for _, run in chosen:
         value = find_setting(run, setting)
         if run.is_finished and value is not None:
-            parts = run.study_name.split("/")[-1], run.method_settings.get("aggregation")
-            mean = compute_final_mean(run, shown.name, cluster)
-            label = strip_settings(run.label, [setting])
-            # A method that averages nothing has no rule of it in the name of its panel.
-            rows.append((", ".join(filter(None, parts)), label, value, mean))
+            found.append((run, value))
+    called = {run.folder.parent.parent: run.study_name.split("/")[-1] for run, _ in found}
+    # Of two studies with one name a panel would show the means.
+    if len(set(called.values())) < len(called):
+        called = {folder: str(folder) for folder in called}
+    rows = []
+    for run, value in found:
+        parts = called[run.folder.parent.parent], run.method_settings.get("aggregation")
+        mean = compute_final_mean(run, shown.name, cluster)
+        label = strip_settings(run.label, [setting])
+        # A method that averages nothing has no rule of it in the name of its panel.
+        rows.append((", ".join(filter(None, parts)), label, value, mean))
     table = pd.DataFrame(rows, columns=["panel", "method", setting, "value"])
     if len(np.unique(table[setting].to_numpy())) < 2:
         raise DataError(

@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from coterie._util import extras
 from coterie._util.names import format_clients
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, DataError
 from coterie.functional.metrics import DIVERGED, LOSS, Metric, metrics_to_store
 from coterie.results.stored_runs import StoredRun
 from coterie.runtime.final_metrics import find_diverged
@@ -182,7 +182,18 @@ def export_runs(runs: Sequence[StoredRun], open_writer: Opener) -> int:
 
     Returns:
         The number of runs written.
+
+    Raises:
+        DataError: when two runs have one name in a tracker, which would show them as one.
     """
+    places: dict[str, Path] = {}
+    for run in runs:
+        first = places.setdefault(_name_run(run), run.folder)
+        if first != run.folder:
+            raise DataError(
+                f"{first} and {run.folder} would both be {_name_run(run)!r} in a tracker; write "
+                "them into different folders, one after the other"
+            )
     for run in runs:
         declared = {}
         for name in metrics_to_store(run.known_metrics.values()):
@@ -191,14 +202,17 @@ def export_runs(runs: Sequence[StoredRun], open_writer: Opener) -> int:
         settings = dict(_iterate_flat_settings(config))
         if run.client_names:
             settings["client_names"] = format_clients(run.client_names, run.client_names, 50)
-        writer = open_writer(
-            f"{run.study_name}-{run.label}-seed-{run.seed}".replace(os.sep, "-"), settings
-        )
+        writer = open_writer(_name_run(run), settings)
         for index, values in _iterate_round_means(run):
             # Steps begin at 0, rounds with the warm-up at -1.
             writer.log(index + 1, values)
         writer.close()
     return len(runs)
+
+
+def _name_run(run: StoredRun) -> str:
+    """Return the name of a run in a tracker."""
+    return f"{run.study_name}-{run.label}-seed-{run.seed}".replace(os.sep, "-")
 
 
 def describe_metric(metric: Metric) -> str:

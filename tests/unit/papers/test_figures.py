@@ -9,6 +9,7 @@ import pytest
 from coterie.errors import DataError
 from coterie.papers import figures
 from coterie.report.plots import find_setting, make_single_figure
+from coterie.results.coverage import IncompleteStudyWarning
 from coterie.results.stored_runs import StoredRun
 from coterie.results.varied import strip_settings
 
@@ -353,3 +354,22 @@ def test_runs_without_similarities_are_told_how_to_record_them(small, tmp_path):
         figures.plot([small], "panm-3", out=tmp_path / "none.svg")
     with pytest.raises(DataError, match="no client here averaged with others"):
         figures.plot([small], "neighbors", out=tmp_path / "none.svg")
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_found_clusters_are_not_set_against_the_data_of_another_seed(gwc, tmp_path, listed, fixed):
+    """The classes are those of the study's first seed, 3; of one split for all seeds they are of each."""
+    (gwc / "config.toml").write_text(
+        "name = 'gwc'\nseeds = [3, 0]\n[[methods]]\nkind = 'fedgwc'\nlabel = 'FedGWC'\n"
+    )
+    if fixed:
+        folder = gwc / "FedGWC" / "seed-0"
+        text = (folder / "config.toml").read_text()
+        (folder / "config.toml").write_text(text.replace("[data]\n", "[data]\nfixed_seed = 1\n"))
+        listed(folder)
+        with pytest.warns(IncompleteStudyWarning):
+            path = figures.plot([gwc], "classes", out=tmp_path / "c.svg")
+        assert numbers(path)["count"].tolist() == [16, 4, 1, 19]
+        return
+    with pytest.warns(IncompleteStudyWarning), pytest.raises(DataError, match="with seed 3, whose"):
+        figures.plot([gwc], "classes", out=tmp_path / "c.svg")

@@ -13,6 +13,7 @@ from coterie.cli.app import app
 from coterie.errors import ConfigError, DataError
 from coterie.papers import figures as _published  # noqa: F401 (adds those of the papers)
 from coterie.report import figures, plots
+from coterie.results.coverage import IncompleteStudyWarning
 from coterie.results.stored_runs import load_runs
 
 
@@ -529,3 +530,107 @@ def test_figures_of_numbered_clients_have_no_names(readers, tmp_path):
     path = figures.plot([readers], "heatmap", out=tmp_path / "h.svg")
     assert list(numbers(path).columns) == ["method", "reader", "read", "times"]
     assert "client 0" not in path.read_text("utf-8")
+
+
+def test_studies_that_share_the_end_of_their_name_are_no_seeds_of_one_line(
+    tmp_path, write_run, final_rows
+):
+    """Local has .5 in one study and .9 in the other; two copies of one study are told by their folders."""
+    for paper, value in (("dac", 0.5), ("panm", 0.9), ("copy/dac", 0.1)):
+        for seed in (0, 1):
+            write_run(
+                tmp_path / paper / "samples" / "Local" / f"seed-{seed}", kind="local", label="Local",
+                seed=seed, study=f"{paper.removeprefix('copy/')}/samples",
+                metrics=final_rows([value] * 2, (0, 0)),
+            )  # fmt: skip
+    first, second, copy = (tmp_path / one / "samples" for one in ("dac", "panm", "copy/dac"))
+    table = numbers(figures.plot([first, second], "bars", out=tmp_path / "b.svg"))
+    assert table[["method", "mean", "seeds"]].to_numpy().tolist() == [
+        ["Local, dac/samples", 0.5, 2],
+        ["Local, panm/samples", 0.9, 2],
+    ]
+    table = numbers(figures.plot([first, copy], "bars", out=tmp_path / "b.svg"))
+    assert table[["method", "mean", "seeds"]].to_numpy().tolist() == [
+        [f"Local, {first}", 0.5, 2],
+        [f"Local, {copy}", 0.1, 2],
+    ]
+
+
+def write_settings(folder, listed, **settings):
+    """Add settings of the method to the configuration of a run."""
+    with (folder / "config.toml").open("a") as file:
+        file.writelines(f"{key} = {value}\n" for key, value in settings.items())
+    listed(folder)
+
+
+@pytest.fixture
+def same_kind(tmp_path, write_run, final_rows, listed):
+    """Three methods of a kind: two have one tau, with .5 and .9, and the third another, with .6."""
+    for label, tau, value in (("slow", 10, 0.5), ("fast", 30, 0.6), ("other", 10, 0.9)):
+        for seed in (0, 1):
+            folder = tmp_path / "s" / label / f"seed-{seed}"
+            metrics = final_rows([value] * 2, (0, 0))
+            write_run(folder, kind="dac", label=label, seed=seed, study="s", metrics=metrics)
+            write_settings(folder, listed, tau=tau)
+    return tmp_path / "s"
+
+
+def test_a_point_of_a_sweep_is_never_the_mean_of_two_methods(same_kind, tmp_path):
+    """Lines by kind would have (.5 + .9) / 2 over four seeds at tau = 10."""
+    table = numbers(figures.plot([same_kind], "tau", out=tmp_path / "t.svg"))
+    found = {
+        row["method"]: (row["tau"], row["mean"], row["seeds"]) for row in table.to_dict("records")
+    }
+    assert found == {"slow": (10, 0.5, 2), "fast": (30, 0.6, 2), "other": (10, 0.9, 2)}
+
+
+def test_methods_of_a_kind_with_one_value_each_are_one_line(same_kind, tmp_path):
+    """Without the second of them the kind is a line with two points."""
+    table = numbers(
+        figures.plot([same_kind], "tau", out=tmp_path / "t.svg", methods=["slow", "fast"])
+    )
+    assert table[["method", "tau", "mean"]].to_numpy().tolist() == [
+        ["dac", 10, 0.5],
+        ["dac", 30, 0.6],
+    ]
+
+
+def test_panels_of_sensitivities_are_of_one_study_each(tmp_path, write_run, final_rows, listed):
+    for paper, value in (("a", 0.5), ("b", 0.9)):
+        for tau in (10, 30):
+            folder = tmp_path / paper / "tau" / f"DAC tau={tau}" / "seed-0"
+            metrics = final_rows([value] * 2, (0, 0))
+            write_run(
+                folder, kind="dac", label=f"DAC tau={tau}", seed=0, study=f"{paper}/tau", metrics=metrics
+            )  # fmt: skip
+            write_settings(folder, listed, tau=tau)
+    studies = [tmp_path / "a" / "tau", tmp_path / "b" / "tau"]
+    table = numbers(figures.plot(studies, "sensitivity", out=tmp_path / "s.svg"))
+    assert table.groupby("panel")["mean"].unique().map(list).to_dict() == {
+        str(studies[0]): [0.5],
+        str(studies[1]): [0.9],
+    }
+
+
+def test_single_clients_are_not_averaged_over_seeds_that_plant_other_clusters(
+    tmp_path, write_run, final_rows
+):
+    """Cluster 0 has .9 and cluster 1 .1 with each seed; seed 1 plants them at the other clients."""
+    for seed, clusters in ((0, [0, 0, 1, 1]), (1, [1, 1, 0, 0])):
+        pairs = [(0, 1), (2, 3)] if seed == 0 else [(0, 2)]
+        write_run(
+            tmp_path / "s" / "DAC" / f"seed-{seed}", kind="dac", label="DAC", seed=seed, study="s",
+            metrics=final_rows([0.1 if cluster else 0.9 for cluster in clusters], clusters),
+            edges=[(0, *pair, "mix", 0.5, 10) for pair in pairs],
+        )  # fmt: skip
+    said = "DAC: seed 1 plants its clusters at other clients"
+    with pytest.warns(IncompleteStudyWarning, match=said):
+        table = numbers(figures.plot([tmp_path / "s"], "clients", out=tmp_path / "c.svg"))
+    assert table["accuracy"].tolist() == [0.9, 0.9, 0.1, 0.1]
+    for figure in ("heatmap", "graph"):
+        with pytest.warns(IncompleteStudyWarning, match=said):
+            table = numbers(figures.plot([tmp_path / "s"], figure, out=tmp_path / "r.svg"))
+        assert table[["reader", "read", "times"]].to_numpy().tolist() == [[0, 1, 1], [2, 3, 1]]
+    # A mean over clients is of both.
+    table = numbers(figures.plot([tmp_path / "s"], "bars", out=tmp_path / "b.svg"))
+    assert table["seeds"].tolist() == [2]

@@ -5,7 +5,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coterie.cli.app import app
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, DataError
 from coterie.report import trackers
 from coterie.results.stored_runs import load_runs
 from coterie.simulation.run import Progress
@@ -84,6 +84,24 @@ def test_stored_runs_are_exported_with_means_over_clients_and_clusters(small, ke
     assert values["best test/accuracy/cluster 0"] == pytest.approx(0.7)
     assert opened[0].settings["methods.0.kind"] == "dac"
     assert opened[0].settings["data.num_clients"] == 4
+
+
+def test_runs_of_one_name_are_not_written_over_each_other(tmp_path, write_run, final_rows, kept):
+    """Two copies of a study, and two names that a tracker writes alike: both would be one run there."""
+    opened, open_writer = kept
+    for place, study, label in (("a", "s", "DAC"), ("b", "s", "DAC"), ("c", "s-DAC", "x")):
+        folder = tmp_path / place / study / label / "seed-0"
+        metrics = final_rows([0.5], (0,))
+        write_run(folder, kind="dac", label=label, seed=0, study=study, metrics=metrics)
+    write_run(
+        tmp_path / "d" / "s" / "DAC-x" / "seed-0", kind="dac", label="DAC-x", seed=0, study="s",
+        metrics=metrics,
+    )  # fmt: skip
+    for first, second, name in (("a", "b", "s-DAC-seed-0"), ("c", "d", "s-DAC-x-seed-0")):
+        with pytest.raises(DataError, match=f"would both be '{name}'"):
+            trackers.export_runs(load_runs([tmp_path / first, tmp_path / second])[0], open_writer)
+    assert not opened
+    assert trackers.export_runs(load_runs([tmp_path / "a", tmp_path / "d"])[0], open_writer) == 2
 
 
 def test_rounds_are_exported_in_order(population, kept):
