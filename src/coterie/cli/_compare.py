@@ -1,7 +1,7 @@
 """The commands compare, analyze and tune."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,6 +140,11 @@ def compare_studies(
     by_bytes, by_time = equal_bytes or at_bytes is not None, equal_time or at_seconds is not None
     if by_bytes and by_time:
         raise ConfigError("methods are ranked at equal bytes or at equal time; give one of them")
+    kinds = {"--paper": paper, "--setting": setting is not None}
+    kinds |= {"--equal-bytes": by_bytes, "--equal-time": by_time}
+    given = {"--metric": metric is not None, "--baseline": baseline is not None}
+    given |= {"--cluster": cluster != "all", "--test-share": test_share > 0}
+    _check_options(kinds, {**given, "--tuned": tuned is not None})
     # Four comparisons, of which one is made: with a paper, over a setting, at an equal budget, or
     # in pairs. Each fills `shown` with its tables, and `notes` and `missing` with lines around
     # them.
@@ -183,7 +188,8 @@ def compare_studies(
             tried=tried,
         )
         # Tables for a paper are of one study each.
-        shown = _tables.build_side_by_side(results, metric) if format_ is None else []
+        if format_ is None:
+            shown = _tables.build_side_by_side([one.result for one in found], metric)
         for one in found:
             # Whole for a paper: the means with their intervals come before the pairs.
             shown += _tables.build_study_tables(one, whole=format_ is not None)
@@ -196,6 +202,9 @@ def compare_studies(
             if one.metric is not None and one.pairs:
                 shown.append(_tables.build_pairs_table(one.pairs, one.metric))
             notes += one.verdicts
+            # Tables for a paper come without the verdicts: what differs must be said all the same.
+            if format_ is not None:
+                missing += one.notes
         found = [*found, *across]
     if json_:
         content = list(map(comparing.to_json, found))
@@ -216,6 +225,35 @@ def compare_studies(
         _print_table(console, table)
     for note in notes:
         console.print(note, markup=False, highlight=False)
+
+
+_OPTIONS_OF_KINDS: Mapping[str, tuple[str, ...]] = {
+    "--paper": (),
+    "--setting": ("--metric", "--cluster"),
+    "--equal-bytes": ("--baseline",),
+    "--equal-time": ("--baseline",),
+}
+"""The options that each kind of comparison takes; one in pairs takes all."""
+
+
+def _check_options(kinds: Mapping[str, bool], given: Mapping[str, bool]) -> None:
+    """Refuse options that the asked kind of comparison would not heed.
+
+    Args:
+        kinds: whether each kind was asked for, by its option.
+        given: whether each further option was given.
+    """
+    asked = [kind for kind, there in kinds.items() if there]
+    if len(asked) > 1:
+        raise ConfigError(f"{' and '.join(asked)} are different comparisons; give one of them")
+    for kind in asked:
+        taken = _OPTIONS_OF_KINDS[kind]
+        for option, there in given.items():
+            if there and option not in taken:
+                raise ConfigError(
+                    f"{kind} takes no {option}, and would compare as if it were not given; leave "
+                    "out one of them"
+                )
 
 
 def _print_table(console: Console, shown: Any) -> None:

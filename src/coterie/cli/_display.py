@@ -257,7 +257,8 @@ def _build_results_table(
     count: dict[str, int] = {}
     cells: dict[tuple[str, str], Mapping[str, Any]] = {}
     for row in rows:
-        count[row["label"]] = row["seeds"]
+        # A cluster that some seeds do not plant has fewer.
+        count[row["label"]] = max(row["seeds"], count.get(row["label"], 0))
         cells[row["label"], row["cluster"]] = row
     # The order of the study, then what its summary has in addition.
     labels = list(select_keys(count, labels) | count)
@@ -269,8 +270,10 @@ def _build_results_table(
         if row is None:
             return "-"
         text = format_number(metric, _nan_if_none(row["mean"]))
-        if count[label] > 1:
+        if row["seeds"] > 1:
             text += f" ±{format_number(metric, _nan_if_none(row['std']))}"
+        if row["seeds"] < count[label]:
+            text += f" (n {row['seeds']})"
         if first == [label]:
             text = f"[bold]{text}[/bold]"
         # Numbers without a star keep its place, so that decimal points stand below each other.

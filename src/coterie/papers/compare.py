@@ -72,6 +72,7 @@ class StudyResult:
         spent: what each method spent; see `summary.compute_spending`.
         times: how much sooner each method reached its baseline's accuracy; see
             `summary.compute_time_to_accuracy`.
+        undefined: why clients have no value of a metric; see `summary.list_undefined_metrics`.
     """
 
     folder: Path
@@ -85,6 +86,7 @@ class StudyResult:
     about: str = ""
     spent: Sequence[Mapping[str, Any]] = ()
     times: Sequence[Mapping[str, Any]] = ()
+    undefined: Sequence[Mapping[str, Any]] = ()
 
     @property
     def experiment(self) -> str | None:
@@ -286,6 +288,7 @@ def _make_result(
         about,
         content.get("spent", ()),
         content.get("time_to_accuracy", ()),
+        content.get("undefined", ()),
     )
 
 
@@ -332,7 +335,7 @@ class PairComparison:
     """The methods of a study, compared in pairs.
 
     Args:
-        result: the study.
+        result: the study; its pairs are widened where that was asked for.
         metric: by which they are compared.
         pairs: the requested pairs, corrected for their number.
         verdicts: what they establish, in words.
@@ -379,6 +382,10 @@ def compare_in_pairs(
             raise ConfigError(describe_unknown(kind, name, there))
     out = []
     for one in results:
+        # All of its pairs: what is shown as the best follows from them too. Those of folds are
+        # widened already, by what the folds say.
+        widened = 0.0 if any(pair.overlap for pair in one.pairs) else share
+        one = replace(one, pairs=pairs.widen_intervals(one.pairs, widened))
         entry = one.known[metric or one.main_metric]
         # A main metric always has a direction; a metric that was asked for may have none.
         if metric is not None and not entry.sign:
@@ -386,10 +393,8 @@ def compare_in_pairs(
                 f"of the metric {metric!r} neither higher nor lower is better; methods cannot be "
                 "compared"
             )
-        own = pairs.select_pairs(
-            one.pairs, metric=entry.name, cluster=cluster, baseline=baseline, share=share
-        )
-        said = _describe_verdicts(one, entry, own, cluster, share, _display_name(one, results))
+        own = pairs.select_pairs(one.pairs, metric=entry.name, cluster=cluster, baseline=baseline)
+        said = _describe_verdicts(one, entry, own, cluster, widened, _display_name(one, results))
         paired = {pair.method_a for pair in own} | {pair.method_b for pair in own}
         labels = [label for label in one.method_labels if label in paired]
         line = conditions.describe_unequal_conditions(one.spent, labels, tried)
@@ -472,6 +477,13 @@ def _describe_verdicts(
             "training data that "
             f"seeds share ({100 * share:g} % tested; Nadeau and Bengio, 2003)."
         )
+    # A mean is over the clients that have a value, which need not be those of another method.
+    # Of several seeds, the reason of the first says enough.
+    reasons: dict[str, str] = {}
+    for row in one.undefined:
+        if row["metric"] == metric.name:
+            reasons.setdefault(row["label"], f"{row['label']}: {row['reason']}.")
+    last += reasons.values()
     return [*(pairs.describe_pair(pair, metric) for pair in own), *filter(None, last)]
 
 

@@ -440,11 +440,11 @@ def render_result_table(data: Mapping[str, Any], metric: Metric) -> str:
         by_label.setdefault(row["label"], {})[row["cluster"]] = row
     body = []
     for label, cells in by_label.items():
-        # All cells of a method are over the same seeds.
-        seeds = next(reversed(cells.values()))["seeds"]
+        # A cluster that some seeds do not plant has fewer, which its cell says.
+        seeds = max(row["seeds"] for row in cells.values())
         line = [f'<th scope="row">{escape(label)}</th><td>{seeds}</td>']
         for column in columns:
-            line.append(_render_mean(cells.get(column), metric, leading[column]))
+            line.append(_render_mean(cells.get(column), metric, leading[column], seeds))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
     caption = _describe_result_table(metric, [leading[column] for column in columns], rows)
     return (
@@ -456,14 +456,25 @@ def render_result_table(data: Mapping[str, Any], metric: Metric) -> str:
     )
 
 
-def _render_mean(row: Mapping[str, Any] | None, metric: Metric, leading: Sequence[str]) -> str:
-    """Render the cell of a method in one column: bold if it is best, a star if it is tied."""
+def _render_mean(
+    row: Mapping[str, Any] | None, metric: Metric, leading: Sequence[str], seeds: int
+) -> str:
+    """Render the cell of a method in one column: bold if it is best, a star if it is tied.
+
+    Args:
+        row: of the summary; None where the method has no value in the column.
+        metric: what it shows.
+        leading: the methods that lead in the column.
+        seeds: of the method's row; a cell over fewer says so.
+    """
     if row is None:
         return "<td>–</td>"
     text = metric.format_value(row["mean"])
     # One seed has no deviation.
     if row["seeds"] > 1:
         text += f" <small>± {metric.format_value(row['std'])}</small>"
+    if row["seeds"] < seeds:
+        text += f" <small>(n {row['seeds']})</small>"
     if row["label"] in leading and len(leading) > 1:
         title = "cannot be distinguished from the best of its column"
         text += f'<abbr title="{title}">{STAR}</abbr>'

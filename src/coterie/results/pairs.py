@@ -243,8 +243,16 @@ def _compare_with_each(
         parts = sums / counts, ((better > 0) & both) @ groups, counts
     if columns == groups.shape[1]:
         return parts
-    # Mean of the clusters' means; shares and counts are those of everybody.
-    over_clusters = parts[0][:, :-1].mean(1), parts[1][:, -1], parts[2][:, -1]
+    # Mean of the clusters' means; shares and counts are those of everybody. Clusters of other seeds
+    # have no client in this one, as in the means of a summary.
+    of_clusters = parts[0][:, :-1]
+    present = np.asarray(groups.sum(0)).ravel()[:-1] > 0
+    if not present.all():
+        of_clusters = of_clusters[:, present]
+    if present.any():
+        over_clusters = of_clusters.mean(1), parts[1][:, -1], parts[2][:, -1]
+    else:
+        over_clusters = np.full(len(table), np.nan), *np.zeros((2, len(table)))
     joined = []
     for part, last in zip(parts, over_clusters, strict=True):
         joined.append(np.column_stack([part, last]))
@@ -346,6 +354,25 @@ def select_pairs(
     return correct_p_values([_widen_interval(pair, overlap_from_share(share)) for pair in own])
 
 
+def widen_intervals(pairs: Sequence[Pair], share: float) -> list[Pair]:
+    """Correct all pairs of a study for training data that its seeds share.
+
+    p values are corrected again within each column: the pairs of one metric and one group of
+    clients. The arguments are those of `select_pairs`.
+    """
+    if not share:
+        return list(pairs)
+    columns: dict[tuple[str, str], list[int]] = {}
+    for place, pair in enumerate(pairs):
+        columns.setdefault((pair.metric, pair.cluster), []).append(place)
+    out = list(pairs)
+    for places in columns.values():
+        wider = [_widen_interval(pairs[place], overlap_from_share(share)) for place in places]
+        for place, pair in zip(places, correct_p_values(wider), strict=True):
+            out[place] = pair
+    return out
+
+
 def _widen_interval(pair: Pair, overlap: float) -> Pair:
     """Correct the interval and the p value of a pair for training data that its seeds share."""
     if not overlap or pair.overlap:
@@ -390,7 +417,8 @@ def find_leaders(
 
     References, as Oracle is, are not ranked. There is no leader when fewer than two methods are
     ranked, or when the pairs say nothing: with a single seed, or in a summary that was stored
-    before there were pairs.
+    before there were pairs. Nor is there one when a method is established as better than that with
+    the best mean: the means are then over different clients, see `find_contradiction`.
 
     Args:
         rows: of a summary: `method` (the kind), `label`, `cluster`, `metric`, `mean`, and `needs`
@@ -402,6 +430,50 @@ def find_leaders(
     Returns:
         Labels; a single one is established as the best.
     """
+    best, compared, others = _compare_with_best(rows, pairs, metric, cluster)
+    # Without any of them all() holds: nothing was compared with the best mean.
+    if all(pair.seeds < 2 for pair in compared.values()):
+        return []
+    leading = [best]
+    for label in others:
+        pair = compared.get(label)
+        if pair is None or not pair.established:
+            leading.append(label)
+        elif _find_better(pair) != best:
+            return []
+    return leading
+
+
+def find_contradiction(
+    rows: Iterable[Mapping[str, Any]], pairs: Iterable[Pair], metric: Metric, cluster: str
+) -> tuple[str, str] | None:
+    """Return the method with the best mean, and one that is established as better than it.
+
+    Both hold where a metric is undefined for other clients under each method, as F1 is where a
+    model never predicts a class: a mean is over the clients that have a value under its method, a
+    pair over the clients that have one under both.
+
+    The arguments are those of `find_leaders`.
+    """
+    best, compared, _ = _compare_with_best(rows, pairs, metric, cluster)
+    for label, pair in compared.items():
+        if pair.established and _find_better(pair) != best:
+            return best, label
+    return None
+
+
+def _find_better(pair: Pair) -> str:
+    """Return the better method of a pair with a difference; with a baseline it may be either."""
+    return pair.method_a if (pair.difference or 0.0) >= 0 else pair.method_b
+
+
+def _compare_with_best(
+    rows: Iterable[Mapping[str, Any]], pairs: Iterable[Pair], metric: Metric, cluster: str
+) -> tuple[str, dict[str, Pair], list[str]]:
+    """Return the ranked method with the best mean, its pairs by the other method, and the others.
+
+    There is nothing in any of them when fewer than two methods are ranked.
+    """
     ranked = {}
     for row in rows:
         if (row["metric"], row["cluster"]) != (metric.name, cluster) or _describe_needs(row):
@@ -410,7 +482,7 @@ def find_leaders(
         if row["mean"] is not None and math.isfinite(row["mean"]):
             ranked[row["label"]] = metric.sign * row["mean"]
     if not metric.sign or len(ranked) < 2:
-        return []
+        return "", {}, []
     # Equal means stay in the order of the rows.
     best, *others = sorted(ranked, key=lambda label: -ranked[label])
     with_best: dict[str, Pair] = {}
@@ -418,14 +490,7 @@ def find_leaders(
         if (pair.metric, pair.cluster) == (metric.name, cluster) and best in pair.key:
             (other,) = pair.key - {best}
             with_best[other] = pair
-    compared = select_keys(with_best, others)
-    if all(pair.seeds < 2 for pair in compared.values()):
-        return []
-    leading = [best]
-    for label in others:
-        if label not in with_best or not with_best[label].established:
-            leading.append(label)
-    return leading
+    return best, select_keys(with_best, others), others
 
 
 def _describe_needs(row: Mapping[str, Any]) -> list[str]:
@@ -482,6 +547,13 @@ def describe_leaders(
     unknown = describe_unknown(rows, metric, cluster)
     if not leading:
         parts = [f"{line}." for line in unknown]
+        if found := find_contradiction(rows, pairs, metric, cluster):
+            first, better = found
+            parts.append(
+                f"No method is shown as the best: {first} has the best mean, but {better} is better "
+                f"over the clients that have a value under both; means are over the clients that "
+                "have one under each."
+            )
         if seeds == 1:
             parts.append(
                 "One seed settles nothing about other seeds: no method is shown as the best."

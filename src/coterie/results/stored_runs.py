@@ -7,6 +7,7 @@ loaded by the same code.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,7 +37,8 @@ from coterie.runtime.final_metrics import find_diverged, select_defined, select_
 from coterie.runtime.record import EDGE_COLUMNS, EDGES, METRIC_COLUMNS, METRICS
 
 CONFIG = "config.toml"
-
+OVERALL: Sequence[str] = ("all", "clusters")
+"""What stands in results in place of a cluster: means over clients, and over clusters."""
 
 FEDERATION = "federation.json"
 # Of a node between machines: its network as it is now.
@@ -557,12 +559,20 @@ def load_study_text(folder: Path, name: str) -> str:
 
 
 def load_cluster_names(folder: str | Path, clusters: Iterable[int]) -> dict[int, str]:
-    """Load the name of each planted cluster of a study; without one, its number."""
+    """Load the name of each planted cluster of a study; without one, its number.
+
+    A name that several clusters have, or that stands for a mean in results, gets the number too.
+    """
     known = load_federation_description(folder).get("clusters", [])
     names = {}
     for cluster in sorted(set(clusters)):
         has_name = 0 <= cluster < len(known)
         names[cluster] = str(known[cluster]) if has_name else str(cluster)
+    # Of the whole study: a cluster has one name whichever others are asked for.
+    taken = Counter([*map(str, known), *OVERALL])
+    for cluster, name in names.items():
+        if taken[name] > 1:
+            names[cluster] = f"{name} (cluster {cluster})"
     return names
 
 

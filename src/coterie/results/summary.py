@@ -20,6 +20,7 @@ from coterie.results import by_phase, pairs
 from coterie.results.planted import MOST_CLUSTERS
 from coterie.results.selection import select_compared_runs, summarize_coverage
 from coterie.results.stored_runs import (
+    OVERALL,
     StoredRun,
     UnreadableRun,
     collect_metrics,
@@ -40,7 +41,7 @@ SUMMARY = "summary.json"
 # A process that died in the middle holds no claim, so that this is for one that still writes.
 STUDY_WAIT = 60.0
 """Seconds to wait for another process that writes files of the study, which takes milliseconds."""
-MEANS = {"all": "mean over clients", "clusters": "mean over clusters"}
+MEANS = dict(zip(OVERALL, ("mean over clients", "mean over clusters"), strict=True))
 """What the means in a summary are over."""
 
 

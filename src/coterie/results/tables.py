@@ -141,10 +141,14 @@ def build_means_table(
     leading = {cluster: comparing.find_leaders(own, pairs, metric, cluster) for cluster in clusters}
     body, strong = [], set()
     for i, (label, cells) in enumerate(by_label.items()):
-        line = [label, str(max(int(row["seeds"]) for row in cells.values()))]
+        seeds = max(int(row["seeds"]) for row in cells.values())
+        line = [label, str(seeds)]
         for j, cluster in enumerate(clusters):
             row, first = cells.get(cluster), leading[cluster]
             line.append("–" if row is None else _format_with_interval(metric, row))
+            # A cluster that some seeds do not plant has fewer.
+            if row is not None and int(row["seeds"]) < seeds:
+                line[-1] += f" (n {row['seeds']})"
             if label in first and len(first) > 1:
                 line[-1] += STAR
             elif label in first:

@@ -194,9 +194,9 @@ def column(metric, established, seeds=5):
         {"method": label.lower(), "label": label, "mean": mean, **own}
         for label, mean in means.items()
     ]
+    # The better one comes first.
     found = Pair(
-        "B",
-        "A",
+        *(("B", "A") if metric is ACCURACY else ("A", "B")),
         metric.name,
         "all",
         0.25,
@@ -241,6 +241,22 @@ def test_of_one_seed_nothing_is_best():
     bold, text = column(ACCURACY, established=False, seeds=1)
     assert not any(bold.values())
     assert "*" not in text
+
+
+def test_a_cluster_of_one_seed_has_no_deviation_beside_columns_of_three():
+    """Two of three seeds do not plant it: its cell says that it is of one, and nothing diverged."""
+    own = {"method": "a", "label": "A", "metric": "accuracy", "mean": 0.25}
+    rows = [
+        {**own, "cluster": "north", "std": None, "seeds": 1},
+        {**own, "cluster": "all", "std": 0.125, "seeds": 3},
+    ]
+    for given in (rows, rows[::-1]):
+        text = io.StringIO()
+        console = Console(file=text, width=80)
+        console.print(_display._build_results_table(given, ACCURACY, ["A"], 80))
+        (shown,) = [line.split() for line in lines(text) if line.startswith("A ")]
+        cells = ["25.0", "(n", "1)"], ["25.0", "±12.5"]
+        assert shown == ["A", "3", *(cells[0] + cells[1] if given is rows else cells[1] + cells[0])]
 
 
 def test_a_gain_has_its_interval():

@@ -14,6 +14,7 @@ from coterie.errors import ConfigError, DataError
 from coterie.functional import metrics
 from coterie.papers import compare, counting, numbers
 from coterie.papers.compare import TRIALS_UNKNOWN
+from coterie.results import tables
 from coterie.studies import config
 from coterie.studies.sweep import expand_sweep
 
@@ -575,3 +576,61 @@ def test_costs_are_those_of_the_run_and_no_results(tmp_path):
     (one,) = [one for one in counting.count_coverage([]) if one.source == "panm"]
     assert (one.published, one.predicted, one.none) == (49, 16, 33)
     assert one.verdicts == counting.VerdictCounts(0, 8, 0, 8, 0, few_seeds=0)
+
+
+def test_what_is_best_is_said_of_the_widened_intervals(tmp_path, write_run, final_rows):
+    """Differences of .04 .05 .06 .05: t is 12.2 of four seeds (p = .001), and 2.0 (p = .14) where each tests nine tenths.
+
+    Neither a mean in bold nor a sentence says more than the pair.
+    """
+    for seed, gain in enumerate((0.04, 0.05, 0.06, 0.05)):
+        for label, mean in (("DAC", 0.6 + gain), ("Local", 0.6)):
+            folder = tmp_path / "four" / label / f"seed-{seed}"
+            metrics = final_rows([mean] * 2, [0, 0])
+            write_run(folder, kind=label.lower(), label=label, seed=seed, metrics=metrics, study="four")  # fmt: skip
+    four = of_methods(tmp_path / "four", "DAC", "Local", seeds=range(4))
+    text = " ".join(told("compare", four).split())
+    assert "DAC is better than Local by" in text
+    assert "DAC is the best" in text
+    assert tables.BEST in text
+    text = " ".join(told("compare", four, "--test-share", "0.9").split())
+    assert "DAC over Local: not established" in text
+    assert " is the best" not in text
+    assert tables.BEST not in text
+    assert "Local cannot be distinguished from it with 4 seeds." in text
+    assert "**" not in told("compare", four, "--test-share", "0.9", "--format", "markdown")
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        (("--equal-bytes",), ("--metric", "loss")),
+        (("--at-bytes", "5"), ("--cluster", "1")),
+        (("--equal-time",), ("--test-share", "0.2")),
+        (("--setting", "tau"), ("--baseline", "Local")),
+        (("--setting", "tau"), ("--test-share", "0.2")),
+        (("--paper",), ("--tuned", "trials.json")),
+        (("--paper",), ("--setting", "tau")),
+        (("--setting", "tau"), ("--equal-time",)),
+    ],
+)
+def test_an_option_that_would_be_passed_over_is_refused(tmp_path, kind, option):
+    """It is named, before a folder is read."""
+    done = CliRunner().invoke(app, ["compare", str(tmp_path), *kind, *option])
+    assert isinstance(done.exception, ConfigError)
+    assert option[0] in str(done.exception)
+    assert "leave out" in str(done.exception) or "give one of them" in str(done.exception)
+
+
+def test_it_is_said_of_whom_a_metric_is_undefined(small, listed):
+    """The mean of DAC is then over other clients than that of Local."""
+    of_methods(small, "DAC", "Local")
+    folder = small / "DAC" / "seed-0"
+    stored = json.loads((folder / "provenance.json").read_text())
+    reason = "accuracy is undefined: no sample (client 3)"
+    stored["undefined"] = {"accuracy": reason, "loss": "of another metric"}
+    (folder / "provenance.json").write_text(json.dumps(stored))
+    listed(folder)
+    (found,) = compare.compare_in_pairs([compare.load_result(small)])
+    assert f"DAC: {reason}." in found.verdicts
+    assert not any("of another metric" in line for line in found.verdicts)

@@ -86,6 +86,18 @@ def test_one_seed_has_no_deviation(tmp_path, write_run, final_rows):
     assert "56.25 <small>± 0.00</small>" in page.write_report(tmp_path / "one").read_text()
 
 
+def test_a_cluster_that_one_of_two_seeds_plants_says_so(tmp_path, write_run, final_rows):
+    """Cluster 1 is in seed 0 alone: its mean is that of one seed, in a row of two."""
+    for seed, clusters in ((0, [0, 0, 0, 1]), (1, [0, 0, 0, 0])):
+        rows = final_rows([0.5, 0.5, 0.25, 1.0], clusters)
+        folder = tmp_path / "one" / "DAC" / f"seed-{seed}"
+        write_run(folder, kind="dac", label="DAC", seed=seed, metrics=rows)
+    text = page.write_report(tmp_path / "one").read_text()
+    assert "100.00 <small>(n 1)</small></td>" in text
+    assert text.count("<small>(n ") == 1
+    assert '<th scope="row">DAC</th><td>2</td>' in text
+
+
 def test_names_from_outside_are_escaped_everywhere(small, write_run, final_rows):
     """Study, label and cluster names that try to end a script or open an element stay text."""
     (small / "federation.json").write_text(json.dumps({"clusters": [HOSTILE, "plain"]}))

@@ -370,3 +370,66 @@ def test_of_many_planted_clusters_only_the_means_are_compared(monkeypatch):
     assert [pair.difference for pair in each[-2:]] == pytest.approx(
         [pair.difference for pair in found]
     )
+
+
+def test_a_cluster_of_other_seeds_is_no_part_of_the_mean_over_clusters():
+    """Cluster 1 is in seed 0 alone; the differences there are .1 and .3, in the other seeds .1 and .2."""
+    levels = {"A": [[0.6, 0.8], [0.6, 0.6], [0.7, 0.7]], "B": [[0.5] * 2] * 3}
+    values, _ = study(levels)
+    planted = {0: pd.Series([0, 1]), 1: pd.Series([0, 0]), 2: pd.Series([0, 0])}
+    pair = one(pairs.compare_pairs(values, planted, ACCURACY, {}), "A", "B", "clusters")
+    expected = stats.ttest_1samp([0.2, 0.1, 0.2], 0.0)
+    assert (pair.difference, pair.p) == pytest.approx((0.5 / 3, expected.pvalue))
+    assert (pair.seeds, pair.gained) == (3, 1.0)
+
+
+def test_a_seed_without_planted_clusters_has_no_mean_over_them():
+    """Two seeds remain, as in the rows of a summary, whose means of that seed are over all clients alone."""
+    values, _ = study({"A": [[0.6, 0.8]] * 3, "B": [[0.5, 0.5], [0.5, 0.6], [0.1, 0.1]]})
+    planted = {0: pd.Series([0, 1]), 1: pd.Series([0, 1]), 2: pd.Series([-1, -1])}
+    found = pairs.compare_pairs(values, planted, ACCURACY, {})
+    assert one(found, "A", "B", "clusters").difference == pytest.approx((0.2 + 0.15) / 2)
+    assert one(found, "A", "B", "clusters").seeds == 2
+    assert one(found, "A", "B").seeds == 3
+
+
+def test_a_mean_over_fewer_clients_does_not_win_over_what_pairs_establish():
+    """A has a value for the easy client alone, with which B does better: the mean of B is lower, and B is better."""
+    rng = np.random.default_rng(1)
+    noise = 0.01 * rng.standard_normal((4, 3))
+    values = {
+        "A": {s: pd.Series([0.8 + noise[s][0]], index=[1]) for s in range(4)},
+        "B": {s: pd.Series([0.3, 0.9 + noise[s][1]]) for s in range(4)},
+        "C": {s: pd.Series([0.1, 0.2 + noise[s][2]]) for s in range(4)},
+    }
+    planted = {s: pd.Series([-1, -1]) for s in range(4)}
+    found = pairs.compare_pairs(values, planted, ACCURACY, {})
+    assert one(found, "A", "B").method_a == "B"
+    assert all(pair.established for pair in found)
+    rows = [
+        {"method": "own", "label": label, "cluster": "all", "metric": "accuracy",
+         "mean": float(np.mean([series.mean() for series in seeds.values()])), "needs": []}
+        for label, seeds in values.items()
+    ]  # fmt: skip
+    assert pairs.find_leaders(rows, found, ACCURACY, "all") == []
+    assert pairs.describe_leaders(rows, found, ACCURACY).startswith(
+        "No method is shown as the best: A has the best mean, but B is better over the clients"
+    )
+    # Whichever of them stands first in a pair.
+    swapped = [pair.swap_methods() for pair in found]
+    assert pairs.find_leaders(rows, swapped, ACCURACY, "all") == []
+    assert pairs.find_leaders(rows[1:], swapped, ACCURACY, "all") == ["B"]
+
+
+def test_all_pairs_of_a_study_are_widened_column_by_column():
+    """As `select_pairs` does for one column; without a share nothing changes."""
+    values, planted = study(made(A=0.8, B=0.78, C=0.6), [0, 0, 1, 1])
+    found = pairs.compare_pairs(values, planted, ACCURACY, {})
+    wider = pairs.widen_intervals(found, 0.2)
+    assert [(pair.key, pair.cluster) for pair in wider] == [(p.key, p.cluster) for p in found]
+    for cluster in ("0", "1", "all", "clusters"):
+        own = [pair for pair in wider if pair.cluster == cluster]
+        assert own == pairs.select_pairs(found, cluster=cluster, share=0.2)
+        raw = sorted(pair.p for pair in own)
+        assert min(pair.p_corrected for pair in own) == pytest.approx(min(1.0, 3 * raw[0]))
+    assert pairs.widen_intervals(found, 0.0) == found

@@ -167,3 +167,16 @@ def test_a_cluster_that_a_seed_does_not_have_is_averaged_over_the_others(
         ("all", pytest.approx(0.7), 2),
         ("clusters", pytest.approx((0.75 + 0.65) / 2), 2),
     ]
+
+
+def test_clusters_with_a_name_that_means_something_else_are_told_by_number(small):
+    """One is called "all", as the mean over clients is: .65 in it, and .6375 over all."""
+    (small / "federation.json").write_text('{"clusters": ["all", "north"]}')
+    rows = summary.summarize_study(small)["rows"]
+    own = [row for row in rows if (row["label"], row["metric"]) == ("DAC", "accuracy")]
+    assert [row["cluster"] for row in own] == ["all (cluster 0)", "north", "all", "clusters"]
+    assert [row["mean"] for row in own] == pytest.approx([0.65, 0.6, 0.6375, 0.625])
+    (small / "federation.json").write_text('{"clusters": ["north", "north"]}')
+    found = summary.summarize_study(small)
+    names = {pair["cluster"] for pair in found["pairs"]}
+    assert names == {"north (cluster 0)", "north (cluster 1)", "all", "clusters"}

@@ -67,3 +67,12 @@ def test_markdown_and_latex_escape_what_has_a_meaning_there():
         r"50 \% \& \{x\} & \textbf{$-$1.5 $\pm$ 2} \\", r"p|q* & $<$0.001 \\", r"\bottomrule", r"\end{tabular}",
         "% 100 %",
     ]  # fmt: skip
+
+
+def test_a_column_over_fewer_seeds_says_so():
+    """A cluster that one of four seeds plants: n of the row is 4, that of the cell 1."""
+    (own,) = rows(A=0.5)
+    north = {**own, "cluster": "north", "mean": 0.25, "std": None, "seeds": 1}
+    table = tables.build_means_table([north, own], [], ACCURACY, "t", {})
+    assert table.rows[0][:3] == ["A", "4", "25.00 (n 1)"]
+    assert "(n" not in table.rows[0][3]
