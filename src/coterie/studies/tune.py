@@ -27,7 +27,7 @@ from coterie._util.settings import settable_fields
 from coterie._util.toml import parse_toml
 from coterie.engine.optim import LocalTraining
 from coterie.errors import ConfigError, describe_unknown, require
-from coterie.functional.metrics import REGISTRY
+from coterie.functional.metrics import LOSS, REGISTRY
 from coterie.models.layout import ModelSource
 from coterie.results import stored_runs
 from coterie.results.conditions import TRAINED
@@ -512,6 +512,14 @@ def _rank_points(
 ) -> list[Choice]:
     """Return the points from the best mean over seeds on; the first of equals comes first."""
     metric = trials[0].metric
+    judged = sorted({trial.metric for trial in trials})
+    # A loss is another function for each value of the setting; half a square is no better.
+    if len(judged) > 1 or (metric == LOSS.name and len(axes.get("loss", ())) > 1):
+        raise ConfigError(
+            f"{label}: trials with different losses have no value in common (they have "
+            f"{' and '.join(judged)}), so that none of them is the best; leave loss out of the grid, "
+            "and compare losses by a test metric in a study"
+        )
     sign = REGISTRY[metric].sign
     values: dict[Point, list[float]] = {}
     for trial in trials:

@@ -468,3 +468,23 @@ def test_numbers_next_to_words_stay_numbers():
         "lr": [0.01, "abc"],
         "optimizer": ["sgd", "adam"],
     }
+
+
+def test_objectives_are_not_ranked_by_their_own_values():
+    """Half of a squared error is less than the whole, and no better; by accuracy objectives can be ranked."""
+    points = [(("loss", "mse"),), (("loss", "huber"),)]
+    axes = {"loss": ("mse", "huber")}
+    found = [tune.Trial("Local", point, 0, "loss", 1.0 / (1 + n)) for n, point in enumerate(points)]
+    with pytest.raises(
+        ConfigError, match="Local: trials with different losses have no value in common"
+    ):
+        tune._rank_points("Local", found, axes)
+    # As `huber` beside `mse`, whose validation also has the absolute error.
+    mixed = [found[0], replace(found[1], metric="mae")]
+    with pytest.raises(ConfigError, match="they have loss and mae"):
+        tune._rank_points("Local", mixed, axes)
+    by_accuracy = [replace(one, metric="accuracy") for one in found]
+    assert tune._rank_points("Local", by_accuracy, axes)[0].point == points[0]
+    one = {"loss": ("mse",), "lr": (0.1, 0.2)}
+    tried = [tune.Trial("Local", (("loss", "mse"), ("lr", lr)), 0, "loss", lr) for lr in one["lr"]]
+    assert tune._rank_points("Local", tried, one)[0].value == 0.1
