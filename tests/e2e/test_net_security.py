@@ -478,7 +478,7 @@ def test_a_key_that_was_replaced_and_a_member_that_was_removed_are_refused_on_op
     (held / "stolen.key").write_bytes(people[2].key_file.read_bytes())
     (held / "stolen.key").chmod(0o600)
     request = identity.make_request(tmp_path / "new", "n2", f"127.0.0.1:{port + 2}")
-    second = setup.rekey_member(tmp_path, "n2", request)
+    second = setup.rekey_member(tmp_path, "n2", request, days=0.5)
     fresh = Identity.load(
         tmp_path / "new" / "n2.key", tmp_path / "members" / "n2.pem", tmp_path / "ca.pem"
     )

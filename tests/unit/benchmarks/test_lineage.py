@@ -1,8 +1,9 @@
-"""benchmarks/lineage.py: grids that are written down before they run, and how points are scored."""
+"""benchmarks/lineage.py: grids that are written down before they run, how points are scored, and what `| head` leaves."""
 
 import csv
 import json
 import subprocess
+import sys
 from datetime import date
 from pathlib import Path
 
@@ -164,3 +165,39 @@ def test_each_stored_result_is_of_a_grid_that_was_registered_before():
         for row in result["results"]:
             squares = [((c["ours"] - c["paper"]) / c["deviation"]) ** 2 for c in row["cells"]]
             assert row["score"] == pytest.approx(np.mean(squares), rel=1e-9)
+
+
+PRINTS = """
+import sys
+for number in range(100_000):
+    print(number)
+if len(sys.argv) > 1:
+    raise BrokenPipeError("of a node")
+"""
+
+
+def start_printing(tmp_path, *words):
+    """Start a program of a package that begins as the benchmarks do."""
+    package = tmp_path / "benchmarks"
+    package.mkdir()
+    (package / "__init__.py").write_bytes(
+        Path(lineage.__file__).with_name("__init__.py").read_bytes()
+    )
+    (package / "prints.py").write_text(PRINTS)
+    command = [sys.executable, "-m", "benchmarks.prints", *words]
+    return subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_reader_that_has_enough_ends_a_program_without_a_traceback(tmp_path):
+    with start_printing(tmp_path) as program:
+        assert program.stdout.readline() == "0\n"
+        program.stdout.close()
+        assert program.stderr.read() == ""
+
+
+def test_another_broken_pipe_keeps_its_traceback(tmp_path):
+    with start_printing(tmp_path, "broken") as program:
+        assert program.stdout.read().endswith("99999\n")
+        assert "BrokenPipeError: of a node" in program.stderr.read()

@@ -1,9 +1,12 @@
 """IFCA's options."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import nn
 
+from coterie.engine.task import Task
 from coterie.exchange.base import Inbox, Message
 from coterie.methods.ifca import Ifca, IfcaModels, choose_cluster
 from coterie.methods.server import ServerContext
@@ -45,13 +48,10 @@ def test_a_cluster_has_the_servers_number_where_a_node_was_shown_some_of_the_mod
     """Of the server's models 1 and 4 came, in rows 0 and 1; the first client was shown one of them."""
     index, table = torch.tensor([[1, 1], [0, 1]]), torch.tensor([[1.0], [4.0]])
 
-    class Losses:
-        def score(self, inbox, keep):
-            return torch.tensor([[0.5, 0.5], [2.0, 3.0]])
-
-    nothing = torch.zeros_like(index)
+    task, nothing = Mock(spec=Task), torch.zeros_like(index)
+    task.score.return_value = torch.tensor([[0.5, 0.5], [2.0, 3.0]])
     offer = Inbox(table, index, torch.tensor([[4, 4], [1, 4]]), nothing == 0, nothing, {}, nothing)
-    label, model = choose_cluster(Losses(), offer)
+    label, model = choose_cluster(task, offer)
     assert label.tolist() == [4, 1]
     assert model.tolist() == [[4.0], [1.0]]
 

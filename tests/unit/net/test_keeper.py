@@ -228,7 +228,7 @@ def test_after_a_new_key_the_old_one_signs_nothing_that_counts(run, organizer, t
         node.loop.exchange.set_active(node.exchange.ids)
     request = identity.make_request(tmp_path / "new", "n2", a.roster.member("n2").address)
     a.post._newest["n2"] = 1 << 52  # the thief said that it had been started often
-    setup.rekey_member(organizer, "n2", request)
+    setup.rekey_member(organizer, "n2", request, days=0.5)
     for name in ("n0", "n2"):
         send(organizer, run.folder / name)
     a.update_roster()
@@ -278,9 +278,9 @@ def test_a_member_moves_with_one_command_and_keeps_its_certificate(run, organize
 def test_key_and_address_change_with_one_command(organizer, tmp_path):
     request = identity.make_request(tmp_path / "new", "n2", "new.example.org:7447")
     with pytest.raises(TransportError, match="agreed was"):
-        setup.rekey_member(organizer, "n2", request)
+        setup.rekey_member(organizer, "n2", request, days=0.5)
     before = roster.load(organizer / "roster.toml", organizer / "organizer.pub")
-    made = setup.rekey_member(organizer, "n2", request, address="new.example.org:7447")
+    made = setup.rekey_member(organizer, "n2", request, address="new.example.org:7447", days=0.5)
     assert made.version == before.version + 1
     assert made.member("n2").address == "new.example.org:7447"
     key = identity.load_key(tmp_path / "new" / "n2.key").public_key()
