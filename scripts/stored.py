@@ -357,7 +357,10 @@ def keep(
     if in_one_go and not join:
         # a sweep's own is written at its end
         started = min(path.stat().st_mtime for path in run.rglob(stored_runs.CONFIG))
-        told_["elapsed_s"] = round((run / "summary.json").stat().st_mtime - started, 1)
+        elapsed = (run / "summary.json").stat().st_mtime - started
+        # A folder that was made of others' runs, or written again, is younger than they took.
+        if elapsed >= max(one.provenance["timing"]["wall_s"] for one in runs):
+            told_["elapsed_s"] = round(elapsed, 1)
     if join:
         content, each, told_, settings = joined(target, content, each, told_, settings)
     target.mkdir(parents=True, exist_ok=True)

@@ -351,6 +351,20 @@ def test_a_study_is_kept_with_each_of_its_runs_and_where_it_comes_from(
     assert stored.problems(stored.Stored(stored.STORED / "small", told)) == []
 
 
+def test_a_folder_that_is_younger_than_its_runs_took_does_not_say_how_long(
+    history, tmp_path, write_run, final_rows
+):
+    """The longer run took 3 s; a study that was put together from others' runs is made in less."""
+    run = finished(tmp_path / "small", write_run, final_rows)
+    (run / "summary.json").write_text("{}")
+    for age, said in ((2, None), (90, 90)):
+        began = (run / "summary.json").stat().st_mtime - age
+        for path in run.rglob("config.toml"):
+            os.utime(path, (began, began))
+        kept = stored.keep(run, where=tmp_path / "kept")
+        assert json.loads((kept / "origin.json").read_text()).get("elapsed_s") == said
+
+
 @pytest.mark.full
 def test_a_sweep_is_kept_as_one_study_with_its_points_in_the_labels(history, tmp_path):
     (tmp_path / "small.toml").write_text(
