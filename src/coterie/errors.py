@@ -73,7 +73,7 @@ class ClockError(TransportError):
 
 
 class QuorumError(TransportError):
-    """Too few other members are there for a run that has begun, and it does not go on alone."""
+    """Too few other members are there, or not the server, and a run does not go on alone."""
 
 
 class RunExistsError(CoterieError, FileExistsError):

@@ -89,7 +89,8 @@ class NetworkSettings(Configurable):
         slow: seconds that a member may be silent before it counts as slow, unless most are so slow
             or it says that it has not reached the round; a slow one is left out for 4, 16, 64, ...
             rounds. 0 to wait for everybody until the deadline.
-        server_wait: seconds to keep asking a server that does not answer.
+        server_wait: seconds to keep asking a server that does not answer; then the node ends with exit
+            status 5.
         redraws: how often the peers of a round are drawn again when some are missing.
         half: send models in half precision.
         chunk: bytes in a chunk, 1024 to 262144; fewer below 1 Mbit/s.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from coterie._util.mappings import select_keys, select_prefix
-from coterie.errors import ExchangeError, TransportError
+from coterie.errors import ExchangeError, QuorumError, TransportError
 from coterie.net import identity
 from coterie.net.outbox import NO_LAST, Missing
 from coterie.net.pace import Pace, Slow, Wait, was_held
@@ -433,8 +433,8 @@ class Post:
 
         Raises:
             RoundMissed: when the server continued without this node's message.
-            TransportError: when no server answers for `Terms.server_wait` seconds, or when this
-                node is closed.
+            QuorumError: when no server answers for `Terms.server_wait` seconds, or when this node
+                is closed.
         """
         # The pause doubles up to five seconds: a server that is just late is met at once, and one
         # that is away for long is not asked for nothing by all its clients.
@@ -465,7 +465,8 @@ class Post:
             )
             self.on_server_wait()
             if time.monotonic() > until or self._closing.wait(pause):
-                raise TransportError(
+                # The server may come back later: that is no bad input, which ends a node for good.
+                raise QuorumError(
                     f"the server {self.roster.server} has not answered for "
                     f"{self.terms.server_wait:.0f} s "
                     f"({found.text or found.reason}); start it again: it goes on from its "

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from coterie.errors import ExchangeError, TransportError
+from coterie.errors import ExchangeError, QuorumError, TransportError
 from coterie.exchange.base import Message, PeersMissing, Reply, ReplyForm
 from coterie.net import local
 from coterie.net.outbox import Missing
@@ -414,7 +414,7 @@ def test_a_client_gives_up_when_no_server_answers(network):
     _, (a, b), _ = network(2, deadline=0.1, server_wait=0.0)
     a.post.transport.close()
     begin(b)
-    with pytest.raises(TransportError, match="n0 has not answered for 0 s"):
+    with pytest.raises(QuorumError, match="n0 has not answered for 0 s"):
         b.ask_server(message(1), double, torch.zeros(()))
 
 
