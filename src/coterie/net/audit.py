@@ -114,7 +114,7 @@ class Audit:
         # Reentrant: `write_once` and `end_round` hold it while they call `write_event`.
         self._lock = threading.RLock()
         self._failed: OSError | None = None
-        self._closed = False
+        self._closed, self._started = False, False
         self._times: dict[tuple[Any, ...], tuple[dict[str, Any], int]] = {}
         self._about = {"format": FORMAT, "run": run, "node": node, "key": key}
         self._roster: dict[str, Any] | None = None
@@ -288,6 +288,7 @@ class Audit:
             roster: the roster.
             details: of the node: its incarnation, the round, the hashes of study and model.
         """
+        self._started = True
         self.write_event("start", **self._about, coterie=__version__, **details)
         self.record_roster(roster)
 
@@ -416,8 +417,10 @@ class Audit:
             why = "a signal"
         elif error is not None:
             why = f"{type(error).__name__}: {error}"[:_TEXT]
+        # A start that fails ends no start before it, whose node may have been killed.
+        event = "stop" if self._started else "failed_start"
         try:
-            self.write_event("stop", why=why)
+            self.write_event(event, why=why)
             self.end_round(self._round)
         except OSError:
             # The error that ends the node counts more than that of its last line.

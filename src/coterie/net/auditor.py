@@ -47,6 +47,8 @@ _Key = tuple[int, int, int, int, str]  # incarnation, round, exchange, client, k
 _NAMED = ("node", "run", "peer", "from", "to")
 _WORDS = ("event", "reason", "code", "kind", "of")
 _WORD = re.compile(r"[a-z0-9_:.-]{1,80}")
+# Events that can name a member, by which nothing of it is refused.
+_NO_REFUSALS = ("peer_up", "peer_down", "catch_up", "certificate")
 _SKEW = 30.0  # seconds by which the clocks of two logs may differ; `coterie doctor` refuses more
 
 
@@ -568,7 +570,7 @@ class _LogReader:
         elif "peer" in found:
             refused = self.report.traffic_with(found["peer"]).refused
             # Any other event about a peer is a refusal.
-            if event not in ("peer_up", "peer_down", "catch_up"):
+            if event not in _NO_REFUSALS:
                 refused[str(found.get("code", found.get("reason", event)))] += found.get("times", 1)
 
     # ------------------------------------------------------------------ whose it is
@@ -683,7 +685,8 @@ class _LogReader:
         if not report.heads:
             report.first_head = found["round"]
         report.heads, report.unsigned = report.heads + 1, 0
-        self._life.head = found["round"]
+        # A start that failed has signed, too, and was in no round.
+        self._life.head = max(self._life.head, found["round"])
 
     # ------------------------------------------------------------------ messages
 
@@ -744,7 +747,7 @@ class _LogReader:
             getattr(traffic, of)[found["reason"]] += times
         # A message that is sent again is no new message, and peers that come and go are no
         # refusals.
-        elif of != "sent" and not of.startswith("peer_"):
+        elif of != "sent" and of not in _NO_REFUSALS:
             what = str(found.get("code", found.get("reason", of)))
             self.report.traffic_with(found.get("peer", "")).refused[what] += times
 

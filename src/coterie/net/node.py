@@ -840,12 +840,15 @@ class Node:
 
     def _make_clock(self) -> catchup.RunClock:
         """The clock of the run: from the checkpoint on, or from when the roster was signed."""
-        saved = self.folder / checkpoint.FILE
+        saved, issued = self.folder / checkpoint.FILE, self.roster.issued
+        index, since = -1, datetime.fromisoformat(issued).timestamp() if issued else None
         if self.loop.next_round >= 0 and saved.exists():
             # When the checkpoint was written, this node was in step.
-            return catchup.RunClock(self.loop.next_round, saved.stat().st_mtime)
-        issued = self.roster.issued
-        return catchup.RunClock(-1, datetime.fromisoformat(issued).timestamp() if issued else None)
+            index, since = self.loop.next_round, saved.stat().st_mtime
+        # A time that is still to come is another clock's, or this one's before it was set. It bounds
+        # nothing: with it a node would stay in rounds that the others have left until it has come.
+        late = since is not None and since > time.time()
+        return catchup.RunClock(index, None if late else since)
 
     # ------------------------------------------------------------------ the roster
 
@@ -1064,7 +1067,8 @@ class Node:
             values[DIVERGED.name] = lost
         self.log("round", seconds=seconds, exchanging=exchanging, **values)
         for client, why in sorted(self.loop.refused.items()):
-            self.log("message_refused", level="warning", client=client, text=why)
+            peer = self.post.host_of.get(client, "")
+            self.log("message_refused", level="warning", peer=peer, client=client, text=why)
         if (
             not self.is_free
             and self.post.ahead is not None

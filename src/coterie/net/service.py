@@ -26,6 +26,7 @@ from coterie._util.files import write_atomically
 from coterie.errors import ConfigError, CoterieError, DiskFull, QuorumError, TransportError
 from coterie.net import consent, servicefile, statements
 from coterie.net import roster as rosters
+from coterie.net.grpc_run import GrpcRun
 from coterie.net.grpc_transport import GrpcTransport
 from coterie.net.head import study_hash
 from coterie.net.identity import Identity, check_dates, encode_public_key
@@ -246,7 +247,7 @@ class Membership:
         if proposal.server not in ("", *taking_part):
             number += f", and the server {proposal.server} does not take part"
         if entry.says("end", name):
-            return "done", f"results in {entry.folder / name}"
+            return "done", f"results in {entry.folder / name}{self._describe_gaps(entry)}"
         if entry.is_withdrawn:
             return "withdrawn", f"by {proposal.by}"
         if entry.says("stop", name):
@@ -265,6 +266,23 @@ class Membership:
         if not state:
             return "queued", f"{number}; the service of this member does not run"
         return "queued", f"{number}; here: {', '.join(state.get('here', ())) or 'nobody'}"
+
+    def _describe_gaps(self, entry: Entry) -> str:
+        """Say how many rounds of a run were done alone or left out; "" for none."""
+        try:
+            # As the page does it: what the study names is not imported.
+            folder = self.locate_run(entry, statements.parse_proposed(entry.proposal.study))
+            marked = json.loads((folder / checkpoint.PROVENANCE).read_text("utf-8"))
+        except (CoterieError, OSError, ValueError):  # the results were moved, or are damaged
+            return ""
+        text = ""
+        for key, what in (
+            ("alone", "were done alone: no message of another member arrived in them"),
+            ("skipped", "were left out, not trained: the others went on"),
+        ):
+            if number := sum(last + 1 - first for first, last in marked.get(key, ())):
+                text += f"; {number} of its rounds {what}"
+        return text
 
     def load_state(self) -> dict[str, Any]:
         """Return what the service has written of itself; nothing where none runs."""
@@ -466,6 +484,9 @@ class Service:
                     found.append((not begun, entry))
         for fresh, entry in sorted(found, key=lambda one: one[0]):
             proposal, roster = entry.proposal, self.keeper.roster
+            # Killed after its last round: nobody else is needed to say that it is over.
+            if not fresh and self._is_finished(entry):
+                return entry
             others = [n for n in entry.list_taking_part(roster) if n != self.name]
             here = [name for name in others if self._is_available(name, entry)]
             in_it = [n for n in here if self._views[n].running == proposal.digest]
@@ -486,6 +507,39 @@ class Service:
         # Until another member approves it: what is left of it stops everywhere, at about this time.
         stopped = any(entry.says("stop", name) for name in entry.proposal.members)
         return stopped and not entry.has_quorum(self.keeper.roster)
+
+    def fail_left_behind(self) -> None:
+        """Mark studies as failed that others have finished without this member.
+
+        Who has finished stays for members that take part then: one that comes later waits for
+        nobody.
+        """
+        running = self._running
+        for entry in list(self.ledger.entries.values()):
+            proposal = entry.proposal
+            if not self._may_run(entry) or (running and running.proposal == proposal):
+                continue
+            taking_part = entry.list_taking_part(self.keeper.roster)
+            gone = [name for name in taking_part if self._has_left(name, entry)]
+            too_few = len(taking_part) - len(gone) < proposal.quorum or proposal.server in gone
+            if gone and too_few and not self._is_finished(entry):
+                self._note_failed(
+                    entry,
+                    f"{', '.join(gone[:20])} finished it without this member, and the others are too "
+                    f"few for it (quorum {proposal.quorum})",
+                )
+
+    def _has_left(self, name: str, entry: Entry) -> bool:
+        """Whether another member has finished a study, and waits for nobody in it any more."""
+        view = self._views.get(name)
+        if view is None or time.monotonic() - view.at > _HERE:
+            return False
+        return entry.says("end", name) and view.running != entry.proposal.digest
+
+    def _note_failed(self, entry: Entry, text: str) -> None:
+        """Write down why a study failed here, and say it."""
+        write_atomically(entry.folder / FAILED, (text + "\n").encode())
+        self.log("failed", level="error", about=entry.proposal.name, text=text)
 
     def _may_run(self, entry: Entry) -> bool:
         """Whether a study is approved and not over."""
@@ -516,6 +570,10 @@ class Service:
             folder = self.membership.locate_run(entry, self.membership.parse_study(entry))
             self._begun[entry.proposal.digest] = folder
         return checkpoint.count_stored_rounds(folder) is not None
+
+    def _is_finished(self, entry: Entry) -> bool:
+        """Whether this member's run of a study is over, though it may not have said so yet."""
+        return self._has_begun(entry) and checkpoint.is_finished(self._begun[entry.proposal.digest])
 
     # ------------------------------------------------------------------ running
 
@@ -553,6 +611,7 @@ class Service:
                 self.ledger.reload()
                 self.look_around()
                 self.decide()
+                self.fail_left_behind()
                 self.note_over()
                 self._check_running()
                 self._write_state()
@@ -600,11 +659,25 @@ class Service:
         assert isinstance(keeper, FederationKeeper)
         of_study = StudyKeeper(keeper, lambda newest: derive_roster(proposal, newest, plan))
         log = replace(self.log, study=proposal.name, round=-1)
-        with host_node(
-            self._make_node_file(entry), study, of_study, self.membership.own, log,
-            lambda: self.transport.open_run(of_study.roster),
-        ) as node:  # fmt: skip
-            yield node
+        before = self.log.also
+
+        def open_links() -> GrpcRun:
+            # The links log here what happens to them, such as a message that they refuse: while a
+            # study runs, that belongs into its audit log and onto its page, too.
+            def note_both(event: str, level: str, details: dict[str, Any]) -> None:
+                before(event, level, details)
+                log.also(event, level, details)
+
+            self.log.also = note_both
+            return self.transport.open_run(of_study.roster)
+
+        try:
+            with host_node(
+                self._make_node_file(entry), study, of_study, self.membership.own, log, open_links
+            ) as node:
+                yield node
+        finally:
+            self.log.also = before
 
     def _run_study(self, entry: Entry) -> None:
         """Run a study to its end, or until it is stopped."""
@@ -636,9 +709,7 @@ class Service:
                 raise
             self._check_own()
             # One study must not end the service, which others need.
-            text = escape_text(str(error) or type(error).__name__, 1000)
-            write_atomically(entry.folder / FAILED, (text + "\n").encode())
-            self.log("failed", level="error", about=proposal.name, text=text)
+            self._note_failed(entry, escape_text(str(error) or type(error).__name__, 1000))
         finally:
             self._node = self._running = None
 

@@ -408,6 +408,8 @@ def test_what_was_refused_is_summed_up_by_member_and_reason(tmp_path):
             log.record_answer("n1", Address(0, 0, 0), Missing("gone"))
             log.record_event("turned_away", "warning", {"reason": "certificate", "times": 2})
             log.record_event("not_sent", "warning", {"peer": "n1", "text": "closed"})
+            # That its certificate ends soon refuses nothing of it.
+            log.record_event("certificate", "warning", {"peer": "n1", "days": 3.0})
         log.record_rejections(0, [(0, 1, "n1", 4)])
         log.end_round(0)
     found = auditor.check_log(tmp_path)

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.utils import encode_dss_signature
 from typer.testing import CliRunner
 
 from coterie.cli.app import app
+from coterie.errors import CheckpointError
 from coterie.net import audit, auditor, local
 from coterie.net.audit import Audit
 from coterie.net.identity import encode_public_key
@@ -494,6 +495,28 @@ def a_power_cut_that_takes_the_lines_of_a_round(logs: Logs) -> str:
     return "which may have lost lines after its last signature, since the node was killed"
 
 
+def a_power_cut_and_a_start_that_fails(logs: Logs) -> str:
+    """Such as with another table than before: that start says why it ends, and nothing of the other."""
+    run_of_two(logs, 2)
+    path = logs.folder / "n0" / audit.FILE
+    synced = path.read_bytes()
+    logs.both(message(2.0, 2), 1)
+    logs.open_.pop(0)._lines.close()
+    path.write_bytes(synced)
+    own = encode_public_key(KEYS[0].public_key())
+    with (
+        pytest.raises(CheckpointError),
+        Audit(logs.folder / "n0", "n0", "local", own, local.make_signer(KEYS[0])),
+    ):
+        raise CheckpointError("other data")
+    report = auditor.check_log(logs.folder / "n0")
+    assert (report.starts, report.unended, report.problems) == (1, 0, [])
+    logs.log(0)
+    assert auditor.check_log(logs.folder / "n0").unended == 1, "the first was killed"
+    logs.log(0).record_start(ROSTER, inc=2)
+    return "which may have lost lines after its last signature, since the node was killed"
+
+
 def a_later_file_alone(logs: Logs) -> str:
     logs.log(0, max_bytes=900)
     run_of_two(logs, 6)
@@ -509,6 +532,7 @@ OPEN = (
     copy_while_it_runs,
     copy_before_a_restart,
     a_power_cut_that_takes_the_lines_of_a_round,
+    a_power_cut_and_a_start_that_fails,
     a_later_file_alone,
 )
 

@@ -1,9 +1,11 @@
 """Catching up on signed claims: a member that lies about rounds ends nobody's training."""
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,23 @@ def test_no_more_rounds_have_passed_than_time_allows():
     assert clock.newest_possible_round(2.0) == 5 + KEEP + 100
     now[0] = 90.0
     assert clock.newest_possible_round(2.0) == 5 + KEEP, "a clock that was set back"
+
+
+@pytest.mark.parametrize(("issued", "possible"), [(1_000.0, KEEP - 1 + 50), (99_000.0, None)])
+def test_a_time_that_is_still_to_come_bounds_no_jump(honest, monkeypatch, issued, possible):
+    """By this node's clock the run was agreed on 10 s ago, or in a day: the other clock is ahead."""
+    monkeypatch.setattr(time, "time", lambda: 1_010.0)
+    when = datetime.fromtimestamp(issued, UTC).isoformat(timespec="seconds")
+    honest.roster = replace(honest.roster, issued=when)
+    a = honest.node(0)
+    a.clock._clock = time.time
+    assert a.clock.newest_possible_round(2.0) == possible
+    if possible is None:
+        claims = {name: replace_head(a, name, 4) for name in ("n1", "n2")}
+        monkeypatch.setattr(a, "ask_heads", lambda names: claims)
+        a.loop.next_round = 0
+        a._catch_up()
+        assert a.loop.next_round == 4, "most of the others are there"
 
 
 class Liar(InProcess):

@@ -5,7 +5,9 @@ import io
 import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from coterie.net.identity import encode_public_key
 from coterie.net.log import Log
 from coterie.net.node import Node, Patience, RunSpec
 from coterie.net.post import Terms
+from coterie.net.status import NetworkStatus
 from coterie.net.transport import Hub, InProcess
 from coterie.runtime import checkpoint
 from coterie.simulation.run import simulate
@@ -39,6 +42,14 @@ class Audited:
         )
         self.nodes: dict[int, Node] = {}
 
+    def make_node(self, number: int, *, transport: InProcess, sign: Any, audit: Audit) -> Node:
+        return Node(
+            self.plan, FEDERATION.host([number]), self.roster, transport, sign,
+            self.folder / f"n{number}" / "run",
+            terms=Terms(deadline=60.0), patience=Patience(start=60.0, linger=60.0, ask=2.0, poll=0.02),
+            log=Log(f"n{number}", stream=io.StringIO(), also=audit.record_event), audit=audit,
+        )  # fmt: skip
+
     def run_one(self, number: int) -> None:
         """Run a node from its checkpoint or the start, as `process.open_node` does."""
         name, key = f"n{number}", self.keys[number]
@@ -46,11 +57,7 @@ class Audited:
         with Audit(place, name, "local", encode_public_key(key.public_key()), sign) as log:
             transport = InProcess(self.hub, name)
             transport.outbox.permit = log.record_answer
-            node = Node(
-                self.plan, FEDERATION.host([number]), self.roster, transport, sign, place / "run",
-                terms=Terms(deadline=60.0), patience=Patience(start=60.0, linger=60.0, ask=2.0, poll=0.02),
-                log=Log(name, stream=io.StringIO(), also=log.record_event), audit=log,
-            )  # fmt: skip
+            node = self.make_node(number, transport=transport, sign=sign, audit=log)
             self.nodes[number] = node
             try:
                 node.run()
@@ -153,6 +160,35 @@ def test_models_that_a_client_refuses_and_its_quarantine_are_written_down(nodes)
         for report in network.reports()
         for i in range(SIZE)
     ) == len(told)
+
+
+@pytest.mark.filterwarnings("ignore::coterie.runtime.loop.ServerRefused")
+def test_each_client_whose_message_a_server_leaves_out_is_named(nodes, monkeypatch):
+    """N2 and n4 send models that are 200 times too long: both are, in each of two rounds."""
+    network = nodes("fedavg", acceptance=True, rounds=2)
+    make, status = network.make_node, NetworkStatus()
+
+    def make_liar(number: int, **options) -> Node:
+        node = make(number, **options)
+        if number == 0:
+            before = node.log.also
+            node.log.also = lambda *event: (before(*event), status.note_event(*event))
+        if number in (2, 4):
+            ask = node.exchange.ask_server
+            monkeypatch.setattr(
+                node.exchange,
+                "ask_server",
+                lambda message, *rest: ask(replace(message, params=-200 * message.params), *rest),
+            )
+        return node
+
+    monkeypatch.setattr(network, "make_node", make_liar)
+    network.run()
+    report = network.reports()[0]
+    refused = {name: dict(of.refused) for name, of in report.traffic.items() if of.refused}
+    assert refused == {name: {"message_refused": 2} for name in ("n2", "n4")}
+    shown = {one["name"]: one["refused"] for one in status.collect(network.nodes[0])["members"]}
+    assert {name: of for name, of in shown.items() if of} == refused
 
 
 @pytest.mark.full

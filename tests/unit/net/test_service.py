@@ -2,8 +2,10 @@
 
 import io
 import json
+import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -460,6 +462,86 @@ def test_how_a_study_stands_is_said_in_a_word(three):
     assert word({"running": made.digest, "round": 1, "waiting": False}) == "running"
     three.say("south", "stop")
     assert word() == "stopped"
+
+
+def run_study(hall: Hall, *names: str) -> None:
+    """Run services until the study is over at all of these members."""
+    with ThreadPoolExecutor(len(names)) as pool:
+        running = [pool.submit(hall.services[name].run) for name in names]
+        until = time.monotonic() + 120
+        while time.monotonic() < until and not any(one.done() for one in running):
+            entries = [hall.services[name].ledger.entries["hearts"] for name in names]
+            if all(e.says("end", name) for e, name in zip(entries, names, strict=True)):
+                break
+            time.sleep(0.05)
+        for name in names:
+            hall.services[name].stop()
+        for one in running:
+            one.result()
+
+
+def test_what_is_said_of_a_study_that_is_over_is_so(hall):
+    """Its log has what its links met, "done" names the rounds without others, and who comes late is told."""
+    for name in ("north", "south"):
+        hall.open(name)
+    made = hall.propose(members=["north", "south"], quorum=2)
+    hall.exchange("south")
+    hall.say("south", "approval")
+    run_study(hall, "north", "south")
+    north, south = hall.services["north"], hall.services["south"]
+    # What happens to the links of all studies is of the one that runs then.
+    places = {one.name: one.ledger.find("hearts").folder / one.name for one in (north, south)}
+    for name, other in (("north", "south"), ("south", "north")):
+        lines = (places[name] / "audit.log").read_text().splitlines()
+        came = [line for line in map(json.loads, lines) if line["event"] == "peer_up"]
+        assert [line["peer"] for line in came] == [other]
+        assert hall.told(name, "peer_up"), "the service's own log has it as before"
+        network = json.loads(next(places[name].rglob("network.json")).read_text())
+        (about,) = [one for one in network["members"] if one["name"] == other]
+        assert about["since"] is not None
+
+    membership = hall.membership("north")
+    stands = membership.describe(membership.ledger.find("hearts"), {})
+    assert stands == ("done", f"results in {places['north']}")
+    provenance = next(places["north"].rglob("provenance.json"))
+    marked = json.loads(provenance.read_text()) | {"alone": [[0, 0], [2, 2]], "skipped": [[1, 1]]}
+    provenance.write_text(json.dumps(marked))
+    stands = membership.describe(membership.ledger.find("hearts"), {})
+    assert stands[1].endswith(
+        "; 2 of its rounds were done alone: no message of another member arrived in them; "
+        "1 of its rounds were left out, not trained: the others went on"
+    )
+
+    # South was killed after its last round, before it said so.
+    (south.ledger.find("hearts").folder / "signed" / "end-south").unlink()
+    south.transport.close()
+    again = hall.open("south")
+    # North's service has ended its run as well, and answers.
+    again.look_around()
+    again.fail_left_behind()
+    found = again.pick_study()
+    assert found is not None, "nobody else has to be there"
+    again._run_study(found)
+    assert again.ledger.find("hearts").says("end", "south")
+
+    # South was killed before its last round.
+    (again.ledger.find("hearts").folder / "signed" / "end-south").unlink()
+    shutil.rmtree(places["south"])
+    again.transport.close()
+    late = hall.open("south")
+    late.fail_left_behind()
+    assert late.membership.describe(late.ledger.find("hearts"), {})[0] == "queued", "north may wait"
+    late.look_around()
+    view = late._views["north"]
+    late._views["north"] = replace(view, running=made.digest)
+    late.fail_left_behind()
+    assert late.pick_study() is not None, "north waits for it"
+    late._views["north"] = view
+    late.fail_left_behind()
+    word, why = late.membership.describe(late.ledger.find("hearts"), {})
+    assert word == "failed"
+    assert why.startswith("north finished it without this member")
+    assert late.pick_study() is None
 
 
 def test_the_report_says_what_would_leave_and_loads_no_code_unasked(hall):
