@@ -22,6 +22,7 @@ from coterie.net import nodefile, process
 from coterie.net import roster as rosters
 from coterie.net.head import Head
 from coterie.net.identity import Identity
+from coterie.net.keeper import Keeper
 from coterie.net.log import Log
 from coterie.net.node import Node, RunSpec
 from coterie.net.nodefile import NodeFile
@@ -29,6 +30,7 @@ from coterie.net.payload import escape_text
 from coterie.net.post import Post
 from coterie.net.proxy import ProxyRefusedError, connect, find_proxy
 from coterie.net.roster import Member, Roster
+from coterie.net.servicefile import ServiceFile
 from coterie.net.transport import Delivery
 from coterie.rng import Rng
 
@@ -104,10 +106,8 @@ def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
     try:
         own = file.load_identity()
         report_identity(own, report)
-        roster = rosters.load(file.resolve_path(file.roster), file.resolve_path(file.organizer))
-        problems = rosters.check_file(
-            file.resolve_path(file.roster), file.resolve_path(file.organizer), own=own
-        )
+        roster = load_newest(file, file.resolve_path(file.runs) / own.name, report)
+        problems = rosters.list_problems(roster, own=own)
         for problem in problems:
             report(problem, False)
         if not problems:
@@ -136,6 +136,27 @@ def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
     text = "is" if same else "is not"
     report(f"study: {label} with seed {seed} {text} what the roster says", same)
     return Patient(file, own, roster, plan, federation)
+
+
+def load_newest(file: NodeFile | ServiceFile, folder: Path, report: Callable[..., None]) -> Roster:
+    """Return the roster by which a member runs: that of its file, or a newer one that it has kept.
+
+    Args:
+        file: node.toml.
+        folder: where it keeps the newest roster.
+        report: called with a sentence where the file has an older one.
+
+    Raises:
+        TransportError: when there is none that the organizer signed.
+    """
+    path, organizer = file.resolve_path(file.roster), file.resolve_path(file.organizer)
+    roster, first = Keeper(path, organizer, folder).roster, rosters.load(path, organizer)
+    if roster.version != first.version:
+        report(
+            f"{path} has version {first.version} of the roster; this member has got version "
+            f"{roster.version} from another one, which counts"
+        )
+    return roster
 
 
 def report_identity(own: Identity, report: Callable[..., None]) -> None:

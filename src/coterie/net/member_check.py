@@ -51,7 +51,7 @@ def _check_identity(
     try:
         own = file.load_identity()
         doctor.report_identity(own, report)
-        roster = rosters.load(file.resolve_path(file.roster), file.resolve_path(file.organizer))
+        roster = doctor.load_newest(file, file.resolve_path(file.studies), report)
         problems = rosters.check_own(roster, own)
     except CoterieError as error:
         report(str(error), False)

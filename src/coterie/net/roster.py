@@ -421,11 +421,24 @@ def check_file(
     Returns:
         The problems, as sentences; empty when there are none.
     """
-    now = now or datetime.now(UTC)
     try:
         roster = load(path, organizer)
     except (PeerMismatch, TransportError) as error:
         return [str(error)]
+    return list_problems(roster, own=own, now=now)
+
+
+def list_problems(
+    roster: Roster, *, own: identity.Identity | None = None, now: datetime | None = None
+) -> list[str]:
+    """Return the problems of a roster of a run, as sentences; see `check_file`.
+
+    Args:
+        roster: the roster.
+        own: the member to check it for.
+        now: the time.
+    """
+    now = now or datetime.now(UTC)
     ending = {}
     for name, (days, due) in find_ends(roster, now).items():
         # A certificate that was made for so short a time is none that somebody forgot.

@@ -94,6 +94,26 @@ def test_a_study_that_is_not_the_rosters_and_an_address_in_use_are_found(tmp_pat
         ]
 
 
+def test_the_roster_that_the_node_would_run_by_is_examined(tmp_path, port):
+    """A newer one came from another member, in which the other has moved."""
+    file = nodefile.load(laid_out(tmp_path, port))
+    organizer = file.resolve_path(file.organizer)
+    first = rosters.load(file.resolve_path(file.roster), organizer)
+    own, other = first.members
+    moved = replace(other, address=f"127.0.0.1:{port + 9}")
+    newer = replace(first, members=(own, moved), version=first.version + 1)
+    rosters.write_signed(tmp_path / "newer.toml", newer, organizer.with_name("organizer.key"))
+    kept = file.resolve_path(file.runs) / own.name / "roster.seen"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(rosters.load_signed(tmp_path / "newer.toml"))
+    said: list[str] = []
+    patient = doctor.check_files(file, lambda text, good=True: said.append(text))
+    assert patient is not None
+    assert patient.roster == newer
+    assert f"roster of {first.run}, version 2: signed, 2 members" in said
+    assert any("has version 1 of the roster" in text for text in said)
+
+
 @pytest.mark.slow
 def test_a_device_that_is_not_here_ends_the_examination_and_one_that_is_here_is_told(
     tmp_path, port

@@ -3,12 +3,14 @@
 import json
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.unit.net.test_service import Hall
 
 from coterie._util.claims import claim_folder
+from coterie.net import roster as rosters
 from coterie.net import servicefile
 from coterie.net.member_check import check_member
 from coterie.net.service import CLAIM, STATE
@@ -53,6 +55,22 @@ def test_while_the_service_runs_it_knows_who_is_here(hall):
         (folder / STATE).write_text("{damaged")
         _, said = check(hall, "south")
         assert "north: here" not in said
+
+
+def test_the_newest_roster_that_a_member_has_got_counts(hall, port):
+    """North has moved: south's service has that roster from another member, and its file does not."""
+    north, *others = hall.roster.members
+    moved = replace(north, address=f"127.0.0.1:{port + 10}")
+    newer = replace(hall.roster, members=(moved, *others), version=hall.roster.version + 1)
+    path = hall.folder / "newer.toml"
+    rosters.write_signed(path, newer, hall.folder / "keys/organizer.key")
+    (hall.folder / "south/studies").mkdir()
+    (hall.folder / "south/studies/roster.seen").write_bytes(rosters.load_signed(path))
+    with socket.create_server(moved.host_and_port):
+        _, said = check(hall, "south")
+    assert said[f"{moved}: its port is open"]
+    assert any(line.startswith("federation hall: roster 2 is signed") for line in said)
+    assert any("roster.toml has version 1 of the roster" in line for line in said)
 
 
 @pytest.mark.parametrize(
