@@ -1,10 +1,12 @@
 """Import paths, `package.module:name`: how study files name what is not built in."""
 
 import ast
+import functools
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +16,8 @@ from typing import Any, TypeVar
 from coterie.errors import ConfigError, describe_unknown
 
 T = TypeVar("T")
+MAIN = "__main__"
+"""The module of the program that runs: a script, or a notebook."""
 _imported_code: dict[str, str] = {}  # the digest of each module when it was imported by a path
 
 
@@ -69,6 +73,56 @@ def compute_module_digest(module: str) -> str:
     # A module that cannot be found or read is refused where it is imported, in words of its own.
     except (ImportError, AttributeError, TypeError, ValueError, OSError, SyntaxError):
         return ""
+    return _digest_text(text)
+
+
+def name_module(found: Any) -> str | None:
+    """Return the name of the module that defines a function or class, the same in all processes."""
+    module = getattr(found, "__module__", None)
+    # Worker processes import the program that started them under a name of their own.
+    return MAIN if module == "__mp_main__" else module
+
+
+def compute_definition_digest(name: str) -> str:
+    """Return a digest of what defines a name in the program that runs, comments aside.
+
+    It is of the definitions at the top of the program's file that the name depends on; the rest
+    may change. "" where there are none, as in a notebook.
+    """
+    known = _load_definitions(str(getattr(sys.modules[MAIN], "__file__", "")))
+    texts, waiting = dict[str, list[str]](), [name.partition(".")[0]]
+    while waiting:
+        one = waiting.pop()
+        if one in known and one not in texts:
+            texts[one] = list(map(ast.dump, known[one]))
+            for statement in known[one]:
+                waiting += [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)]
+    return _digest_text(json.dumps(texts, sort_keys=True)) if texts else ""
+
+
+# Cached: a file that changes afterwards is not what runs.
+@functools.cache
+def _load_definitions(file: str) -> Mapping[str, list[ast.stmt]]:
+    """Return the top statements of a program by the names that they define."""
+    found: dict[str, list[ast.stmt]] = {}
+    try:
+        body = ast.parse(Path(file).read_bytes()).body
+    except (OSError, ValueError, SyntaxError):
+        return found
+    for statement in body:
+        names = []
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = [statement.name]
+        elif isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    names.append(node.id)
+        for name in names:
+            found.setdefault(name, []).append(statement)
+    return found
+
+
+def _digest_text(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -198,7 +252,7 @@ def find_import_path(found: Any, what: str) -> str:
         >>> find_import_path(find_import_path, "a function")
         'coterie._util.importing:find_import_path'
     """
-    module, name = getattr(found, "__module__", None), getattr(found, "__qualname__", None)
+    module, name = name_module(found), getattr(found, "__qualname__", None)
     path = f"{module}:{name}"
     if name is None:
         raise ConfigError(

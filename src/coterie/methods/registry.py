@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NoReturn
 
-from coterie._util.importing import import_class
+from coterie._util.importing import import_class, name_module
 from coterie._util.mappings import drop_keys
 from coterie._util.settings import WithPresets, accepts, settable_fields
 from coterie.engine.task import Task
@@ -164,7 +164,7 @@ def name_of(method: type[Method]) -> tuple[str, str]:
     """
     if METHODS.get(method.kind) is method or method is find_published(method):
         return method.kind, ""
-    path = f"{method.__module__}:{method.__qualname__}"
+    path = f"{name_module(method)}:{method.__qualname__}"
     offers = list_installed().get(method.kind, [])
     # The short name is unambiguous only when one package offers it, with this very class.
     if [point.value for point in offers] != [path]:

@@ -479,6 +479,32 @@ def reopen_loop(
     return loop
 
 
+def compute_run_identity(
+    task: Task,
+    federation: Federation,
+    method: Method,
+    model: ModelSource,
+    settings: Settings,
+    seed: int,
+) -> str:
+    """Return the identity of the run of a task, as its checkpoint and provenance have it.
+
+    Args:
+        task: of the model; its engine does not matter.
+        federation: the data of all clients, as they were given.
+        method: of the run.
+        model: of the run.
+        settings: of the run.
+        seed: of the run.
+    """
+    parts = separate_newcomers(federation, settings, method, seed)
+    attacked = attackers.choose_attackers(federation, settings.attack_list, seed)
+    taking = attackers.flip_labels(federation, attacked) if parts is None else parts.participants
+    return checkpoint.compute_identity(
+        method, settings, seed, taking, task, custom_model_name(model)
+    )
+
+
 def _make_loop(
     task: Task,
     federation: Federation,

@@ -34,6 +34,7 @@ from coterie.data.federation import Federation
 from coterie.data.schema import FILE as SCHEMA_FILE
 from coterie.data.schema import TableSchema
 from coterie.engine import ENGINE_NAMES, EngineChoice
+from coterie.engine.task import Task
 from coterie.errors import (
     CheckpointError,
     ConfigError,
@@ -43,7 +44,7 @@ from coterie.errors import (
     describe_unknown,
     require,
 )
-from coterie.models.layout import ModelSource
+from coterie.models.layout import ModelSource, NamedModel, custom_model_name
 from coterie.results import gains, selection, stored_runs, summary
 from coterie.results.coverage import RunStatus
 from coterie.runtime import checkpoint, models
@@ -55,12 +56,13 @@ from coterie.simulation.run import (
     Observer,
     Progress,
     check_run,
+    compute_run_identity,
     reopen_loop,
     simulate,
 )
 from coterie.simulation.workers import FanOut, end_unguarded_import, fan_out
 from coterie.studies import config, engine_choice
-from coterie.studies.definition import LABEL, StudyConfig, is_label
+from coterie.studies.definition import LABEL, MethodConfig, StudyConfig, is_label
 from coterie.studies.describe import describe_federation
 from coterie.studies.inputs import FederationSource, StudyInputs, TrialData
 from coterie.studies.jobs import FoundRuns, FoundTable, Job
@@ -212,7 +214,11 @@ class _PlanWork:
         return self.inputs.select_study(self.studies[job.point]).make_federation(job.seed)
 
     def check_methods(
-        self, point: str, federation: Federation, work: engine_choice.PlanWork[tuple[str, str]]
+        self,
+        point: str,
+        federation: Federation,
+        work: engine_choice.PlanWork[tuple[str, str]],
+        stored: int | None = None,
     ) -> None:
         """Check before anything is written: one training step of each method's model.
 
@@ -220,6 +226,11 @@ class _PlanWork:
             point: whose methods they are.
             federation: the data of its first seed.
             work: to which the runs are added.
+            stored: that seed, where its stored runs must have begun with the same models; None
+                where there are none.
+
+        Raises:
+            CheckpointError: when a stored run had another model.
         """
         study = self.studies[point]
         model = self.inputs.select_study(study).model_source
@@ -233,6 +244,11 @@ class _PlanWork:
             key = point, entry.label
             settings = study.scale_method(entry.label).settings
             work.add_method(key, task, settings, len(study.seeds), study.model)
+            if stored is not None:
+                folder = run_folder(self.folder, Job(entry.label, stored, point))
+                _check_model(
+                    folder, task, federation, study.scale_method(entry.label), model, stored
+                )
 
     def data_to_send(self, job: Job, over: FanOut | None, crew: int) -> Federation | None:
         """Return the data of a job if it must carry them, else None.
@@ -376,7 +392,7 @@ def run_studies(
         data = plan.inputs.select_study(study).make_federation(first)
         if resume:
             _check_data(folder / point, first, data)
-        plan.check_methods(point, data, work)
+        plan.check_methods(point, data, work, first if resume else None)
         if resume:
             stored = engine_choice.load_choices(folder / point)
             for label, choice in stored.items():
@@ -810,12 +826,36 @@ def _check_own_code(run: StudyConfig, folder: Path) -> None:
         return
     noted = json.loads((folder / OWN_CODE).read_text(encoding="utf-8"))
     # A module that cannot be read is not among them: importing it says so.
-    for module, digest in compute_own_code(run).items():
-        if noted.get(module, digest) != digest:
+    for place, digest in compute_own_code(run).items():
+        if noted.get(place, digest) != digest:
+            what = f"of {place!r}" if ":" in place else f"in module {place!r}"
             raise CheckpointError(
-                f"{folder} was run with other code in module {module!r}, which has changed since; "
+                f"{folder} was run with other code {what}, which has changed since; "
                 "--overwrite starts again, --out keeps both"
             )
+
+
+def _check_model(
+    folder: Path,
+    task: Task,
+    federation: Federation,
+    entry: MethodConfig,
+    model: ModelSource,
+    seed: int,
+) -> None:
+    """Refuse a stored run that began with another model of one's own than the one given now."""
+    # Settings say all of a bundled one.
+    if not custom_model_name(model) and isinstance(model, str | NamedModel):
+        return
+    there = checkpoint.load_provenance(folder).get("config_hash")
+    if there is None:
+        return
+    here = compute_run_identity(task, federation, entry.method, model, entry.settings, seed)
+    if there != here:
+        raise CheckpointError(
+            f"{folder} was run with another model or other data (its identity is {there} there and "
+            f"{here} here); --overwrite starts again, --out keeps both"
+        )
 
 
 def _check_data(folder: Path, seed: int, data: Federation) -> None:

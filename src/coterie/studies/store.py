@@ -17,7 +17,7 @@ from typing import Any
 
 from coterie._util import manifest, origin
 from coterie._util.claims import claim_folder
-from coterie._util.importing import compute_module_digest
+from coterie._util.importing import MAIN, compute_definition_digest, compute_module_digest
 from coterie._util.mappings import drop_empty
 from coterie.errors import ConfigError
 from coterie.methods.registry import METHODS
@@ -27,7 +27,7 @@ from coterie.studies.definition import OWN, StudyConfig
 
 CONFIG = "config.toml"
 OWN_CODE = "own-code.json"
-"""The digests of the modules of import paths that a run was made with; runs without any lack it."""
+"""The digests of the code of import paths that a run was made with; runs without any lack it."""
 # Settings that change results by rounding alone, which makes other bytes.
 _SPEED = ("engine", "block", "cuda_graphs", "precision")
 
@@ -109,23 +109,26 @@ def _uses_own_code(run: StudyConfig) -> bool:
     """Whether a run depends on code outside Coterie, or on a module given from Python."""
     if run.model.kind == OWN or any(entry.kind not in METHODS for entry in run.methods):
         return True
-    return bool(_list_own_modules(run))
+    return bool(_list_import_paths(run))
 
 
-def _list_own_modules(run: StudyConfig) -> list[str]:
-    """Return the modules of the import paths in a study's settings."""
-    texts = _iterate_texts(config.make_study_table(run))
-    modules = set()
-    for text in texts:
-        module, colon, _ = text.partition(":")
-        if colon:
-            modules.add(module)
-    return sorted(modules)
+def _list_import_paths(run: StudyConfig) -> list[str]:
+    """Return the import paths in a study's settings."""
+    return sorted(text for text in _iterate_texts(config.make_study_table(run)) if ":" in text)
 
 
 def compute_own_code(run: StudyConfig) -> dict[str, str]:
-    """Return the digest of the code of each module in a run's import paths, where it has one."""
-    digests = {module: compute_module_digest(module) for module in _list_own_modules(run)}
+    """Return the digest of the code of each module in a run's import paths, where it has one.
+
+    Of a script or notebook it is that of what the path names: the rest is often changed.
+    """
+    digests = {}
+    for path in _list_import_paths(run):
+        module, _, name = path.partition(":")
+        if module == MAIN:
+            digests[path] = compute_definition_digest(name)
+        else:
+            digests[module] = compute_module_digest(module)
     return drop_empty(digests)
 
 

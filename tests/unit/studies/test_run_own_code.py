@@ -1,14 +1,25 @@
 """Code of the user behind an import path: a stored run of other code is no run of this study."""
 
+import copy
 import importlib
 import json
 import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
+from torch import nn
 
 from coterie._util import importing
+from coterie.data.arrays import from_arrays
 from coterie.errors import CheckpointError
+from coterie.methods.fedavg import FedAvg
+from coterie.methods.local import Local
+from coterie.runtime.settings import Settings
 from coterie.studies import config
+from coterie.studies.definition import make_study
 from coterie.studies.run import run_study
 
 MODEL = """
@@ -76,3 +87,111 @@ def test_the_digest_of_a_module_is_that_of_its_code(tmp_path, monkeypatch):
     for installed in ("coterie.cli", "torch.optim", "json"):
         assert importing.compute_module_digest(installed) == ""
     assert importing.compute_module_digest("there_is_no_such_module.inside") == ""
+
+
+PROGRAM = """
+from dataclasses import dataclass, replace
+from coterie.methods.local import Local
+
+FACTOR = {factor}
+
+def shrink(params):
+    return params * FACTOR
+
+@dataclass(frozen=True)
+class Mine(Local):
+    kind = "mine"
+
+    def round(self, rnd, state):
+        new, info = super().round(rnd, state)
+        return replace(new, params=shrink(new.params)), info
+
+seeds = {seeds}
+"""
+
+
+def run_program(file: Path, name: str, seeds: list[int], factor: float) -> set[str]:
+    """Run a script that defines a method and starts a study of it; return the seeds that are there."""
+    file.write_text(PROGRAM.format(factor=factor, seeds=seeds))
+    importing._load_definitions.cache_clear()
+    program = ModuleType(name)
+    program.__file__ = str(file)
+    with pytest.MonkeyPatch.context() as patch:
+        # In a worker process, the program has both names.
+        for one in {"__main__", name}:
+            patch.setitem(sys.modules, one, program)
+        exec(file.read_text(), vars(program))
+        run_study(
+            make_study({"Mine": program.Mine()}, seeds=seeds, settings=QUICK, model="linear"),
+            out=file.parent / "runs",
+            federation=DATA,
+        )
+    return {path.name for path in (file.parent / "runs/mine/Mine").iterdir()}
+
+
+QUICK = Settings(rounds=1, engine="loop", check=False)
+DATA = from_arrays(torch.eye(12, 3), [0, 1, 1] * 4, clients=[0, 1] * 6)
+
+
+def test_a_method_of_a_script_is_the_same_method_in_worker_processes(tmp_path):
+    """A worker imports the script as `__mp_main__`; the study goes on without workers."""
+    file = tmp_path / "study_of_a_test.py"
+    assert run_program(file, "__mp_main__", [0], 1.0) == {"seed-0"}
+    assert 'kind = "__main__:Mine"' in (tmp_path / "runs/mine/Mine/seed-0/config.toml").read_text()
+    assert run_program(file, "__main__", [0, 1], 1.0) == {"seed-0", "seed-1"}
+
+
+def test_a_changed_method_of_a_script_is_refused_and_the_rest_of_the_script_may_change(tmp_path):
+    """Seeds of two methods would be averaged. The constant is of a function that the method calls."""
+    file = tmp_path / "study_of_a_test.py"
+    run_program(file, "__main__", [0], 1.0)
+    assert run_program(file, "__main__", [0, 1], 1.0) == {"seed-0", "seed-1"}
+    with pytest.raises(CheckpointError, match=r"other code of '__main__:Mine'.*--overwrite"):
+        run_program(file, "__main__", [0, 1, 2], 0.5)
+
+
+def test_stored_runs_of_another_model_from_python_are_refused(tmp_path):
+    """No setting says which it is: results of the first would be shown as those of the second."""
+    study = make_study([Local()], seeds=[0], settings=QUICK)
+    folder = run_study(study, out=tmp_path, federation=DATA, model=lambda: nn.Linear(3, 2)).folder
+
+    def deep():
+        return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+    with pytest.raises(CheckpointError, match=r"seed-0 was run with another model.*--overwrite"):
+        run_study(replace(study, seeds=[0, 1]), out=tmp_path, federation=DATA, model=deep)
+    assert not (folder / "local/seed-1").exists()
+    # An equal one from another function goes on.
+    equal = run_study(
+        replace(study, seeds=[0, 1]),
+        out=tmp_path,
+        federation=DATA,
+        model=lambda: nn.Linear(3, 2, bias=True),
+    )
+    assert equal.summary["seeds"] == [0, 1]
+
+
+def test_stored_runs_of_other_weights_from_python_are_refused(tmp_path):
+    study = make_study([Local()], seeds=[0], settings=QUICK)
+    module = nn.Linear(3, 2)
+    run_study(study, out=tmp_path, federation=DATA, model=module)
+    run_study(study, out=tmp_path, federation=DATA, model=copy.deepcopy(module))
+    with torch.no_grad():
+        module.weight[0, 0] += 1
+    with pytest.raises(CheckpointError, match="another model"):
+        run_study(study, out=tmp_path, federation=DATA, model=module)
+
+
+def test_runs_of_a_module_from_python_with_attackers_or_new_clients_go_on(tmp_path):
+    """Their data are not those that were given: labels are flipped, and some clients are left out."""
+    data = from_arrays(torch.eye(40, 3), [0, 1, 1, 0] * 10, clients=[0, 1, 2, 3, 4] * 8)
+    changes = {
+        "attacked": {"attacks": [{"kind": "label-flip", "clients": [1]}]},
+        "joined": {"new_clients": 2, "new_client_rounds": 1},
+    }
+    for name, change in changes.items():
+        study = make_study([FedAvg()], name=name, seeds=[0], settings=replace(QUICK, **change))
+        module = nn.Linear(3, 2)
+        run_study(study, out=tmp_path, federation=data, model=module)
+        again = run_study(study, out=tmp_path, federation=data, model=module)
+        assert again.summary["seeds"] == [0]
