@@ -26,13 +26,13 @@ from coterie._util.mappings import map_values
 from coterie._util.settings import settable_fields
 from coterie._util.toml import parse_toml
 from coterie.engine.optim import LocalTraining
-from coterie.errors import ConfigError, describe_unknown, require
+from coterie.errors import ConfigError, CoterieError, describe_unknown, require
 from coterie.functional.metrics import LOSS, REGISTRY
 from coterie.models.layout import ModelSource
 from coterie.results import stored_runs
 from coterie.results.conditions import TRAINED
 from coterie.runtime.settings import Settings
-from coterie.simulation.run import Note
+from coterie.simulation.run import Note, check_run
 from coterie.simulation.workers import FanOut, end_unguarded_import
 from coterie.studies import config
 from coterie.studies.config import StudyConfig
@@ -218,7 +218,7 @@ def tune_study(
     if budget is not None:
         passes = {label: _plan_rungs(study, label, axes, budget) for label, axes in grids.items()}
     inputs = StudyInputs(study, data_dir, federation, model)
-    planned = _TrialPlan(study, tried)
+    planned = _TrialPlan(inputs, tried)
     request = {"grid": {**grid, "seeds": list(tried)}, "widenings": widenings, "budget": budget}
     request["study"] = config.format_study(study, decided=False)
     trials: dict[Job, Trial] = {}
@@ -265,7 +265,7 @@ def tune_study(
                 ranked = _rank_points(label, found, grids[label])
                 choices[label] = ranked[0]
                 if budget is None:
-                    wider[label] = _widen_grid(grids[label], ranked[0])
+                    wider[label] = _widen_grid(grids[label], ranked[0], planned.can_run)
                     points[label] = _list_points(wider[label])
                 else:
                     # The better half is trained again for longer; its other half is done.
@@ -288,7 +288,7 @@ def _plan_rungs(
 
     Each rung trains the same share of the budget; half of the choices, rounded up, go on.
     """
-    require(budget > 0, "--budget", budget, "more than 0 full runs")
+    require(0 < budget < math.inf, "--budget", budget, "more than 0 full runs, and not infinite")
     if "rounds" in axes:
         raise ConfigError("--budget sets the rounds of trials; leave rounds out of the grid")
     left, rounds = len(_list_points(axes)), study.find_method(label).settings.rounds
@@ -310,11 +310,12 @@ class _TrialPlan:
     """The study whose runs are the trials: a method for each choice of each tuned method.
 
     Args:
-        study: what is tuned.
+        inputs: of what is tuned.
         seeds: of the trials.
     """
 
-    def __init__(self, study: StudyConfig, seeds: Sequence[int]) -> None:
+    def __init__(self, inputs: StudyInputs, seeds: Sequence[int]) -> None:
+        study, self._inputs = inputs.study, inputs
         self.name = f"{study.name}-trials"
         # Undecided: a preset of a method sets its values again after a choice.
         content = config.make_study_table(study, decided=False)
@@ -344,6 +345,20 @@ class _TrialPlan:
     def make_study(self) -> StudyConfig:
         """Return the study of all trials so far."""
         return config.parse_study({**self._content, "methods": self._methods})
+
+    def can_run(self, label: str, changes: Mapping[str, Any]) -> bool:
+        """Return whether a method can be run with other settings on the data of the first seed."""
+        entry = copy.deepcopy(self._entries[label])
+        for key, value in changes.items():
+            config.set_path(entry, [key], value)
+        try:
+            found = config.parse_study({**self._content, "methods": [entry]}).methods[0]
+            quick = replace(found.settings, engine="loop", portable=False)
+            data = self._inputs.without_tests()(self._content["seeds"][0])
+            check_run(data, found.method, self._inputs.model_source, quick)
+        except CoterieError:
+            return False
+        return True
 
     def load_trial(self, out: Path, job: Job) -> Trial:
         """Return the result of a finished run."""
@@ -551,10 +566,26 @@ def _find_edge(values: Sequence[Any], chosen: Any) -> int:
     return int(chosen == max(values)) - int(chosen == min(values))
 
 
-def _widen_grid(axes: Mapping[str, tuple[Any, ...]], choice: Choice) -> dict[str, tuple[Any, ...]]:
-    """Extend the axes at whose edge the best point lies."""
-    chosen = dict(choice.point)
-    return {key: _extend_axis(values, chosen[key]) for key, values in axes.items()}
+def _widen_grid(
+    axes: Mapping[str, tuple[Any, ...]],
+    choice: Choice,
+    can_run: Callable[[str, Mapping[str, Any]], bool],
+) -> dict[str, tuple[Any, ...]]:
+    """Extend the axes at whose edge the best point lies, where there is such a value.
+
+    Args:
+        axes: of a method.
+        choice: the best point.
+        can_run: whether a method, by its label, can be run with other settings.
+    """
+    chosen, wider = dict(choice.point), dict(axes)
+    for key, values in axes.items():
+        longer = _extend_axis(values, chosen[key])
+        # Above 1 it is a number of clients, and no larger share.
+        is_count = key == "participation" and max(values) <= 1 < longer[-1]
+        if longer != values and not is_count and can_run(choice.label, {**chosen, key: longer[-1]}):
+            wider[key] = longer
+    return wider
 
 
 def _extend_axis(values: tuple[Any, ...], chosen: Any) -> tuple[Any, ...]:

@@ -488,3 +488,32 @@ def test_objectives_are_not_ranked_by_their_own_values():
     one = {"loss": ("mse",), "lr": (0.1, 0.2)}
     tried = [tune.Trial("Local", (("loss", "mse"), ("lr", lr)), 0, "loss", lr) for lr in one["lr"]]
     assert tune._rank_points("Local", tried, one)[0].value == 0.1
+
+
+def test_a_grid_is_not_continued_by_a_value_that_no_method_can_have():
+    """Momentum is below 1; after 0.5 and 0.9 the ratio leads to 1.62, which ended the tuning."""
+    slow = config.parse_study_text(STUDY.replace("lr = 0.001", "lr = 0.00001"))
+    found = tune.tune_study(slow, {"methods.Alone.momentum": [0.5, 0.9]}, widenings=2)
+    alone = found.choices[1]
+    assert (alone.point, alone.at_edge) == ((("momentum", 0.9),), ("momentum",))
+
+
+@pytest.mark.parametrize(
+    ("values", "chosen", "wider"),
+    [
+        ((0.5, 1.0), 1.0, (0.5, 1.0)),
+        ((0.25, 0.5), 0.5, (0.25, 0.5, 1.0)),
+        ((0.5, 1.0), 0.5, (0.5, 1.0, 0.25)),
+        ((2, 4), 4, (2, 4, 8)),
+    ],
+)
+def test_a_share_of_clients_is_not_continued_by_a_number_of_them(values, chosen, wider):
+    """participation = 2 is two clients, not twice all of them."""
+    choice = tune.Choice("A", (("participation", chosen),), "loss", 1.0, ())
+    found = tune._widen_grid({"participation": values}, choice, lambda *_: True)
+    assert found == {"participation": wider}
+
+
+def test_an_infinite_budget_is_refused(study):
+    with pytest.raises(ConfigError, match=r"--budget is inf; expected .* not infinite"):
+        tune.tune_study(study, {"lr": [0.001, 0.003]}, budget=float("inf"))
