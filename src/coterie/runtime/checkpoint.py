@@ -407,7 +407,8 @@ def collect_provenance(loop: "Loop", run: str, timing: dict[str, Any]) -> dict[s
         "command": origin.format_command(),
         "hardware": origin.describe_hardware(),
         "threads": torch.get_num_threads(),
-        "timing": timing,
+        # Times that are not known are left out.
+        "timing": {name: value for name, value in timing.items() if value == value},
         "undefined": loop.undefined_reasons,
         **_select_given(
             check=loop.translation,

@@ -371,6 +371,9 @@ def simulate(
             )
         if folder is not None and resume:
             earlier = checkpoint.load(folder, loop, identity)
+            # Where the file of the times was lost, those of the rounds so far are not known.
+            if loop.next_round >= 0:
+                earlier = {"wall_s": math.nan, "train_s": math.nan, **earlier}
         for line in loop.check_translation(taking):
             if notes is not None:
                 notes(Note(label or method.kind, seed, line))

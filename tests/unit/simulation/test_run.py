@@ -195,3 +195,24 @@ def test_a_printed_mean_leaves_out_what_data_leave_undefined_and_no_model_that_d
     table = pd.concat(rows, ignore_index=True)
     facts = dataclasses.replace(run, metrics=table).facts()[1]
     assert facts["test accuracy in %"] == f"{expected} (mean ± std over clients)"
+
+
+@pytest.mark.filterwarnings("ignore:.*provenance.json is missing")
+def test_times_that_were_lost_are_not_known(tmp_path):
+    """The run goes on from its checkpoint, and the rounds before it did not take 0 seconds."""
+
+    def go_on(rounds):
+        run = simulate(
+            tiny_federation(), Local(), model="linear", settings=tiny_settings(rounds=rounds),
+            folder=tmp_path, resume=True,
+        )  # fmt: skip
+        return run.timing, json.loads((tmp_path / "provenance.json").read_text())["timing"]
+
+    timing, stored = go_on(1)
+    assert timing == stored
+    assert timing["wall_s"] > timing["train_s"] > 0
+    (tmp_path / "provenance.json").unlink()
+    timing, stored = go_on(2)
+    assert np.isnan([timing["wall_s"], timing["train_s"]]).all()
+    assert stored == {"train_samples": timing["train_samples"]}
+    assert go_on(3)[1].keys() == {"train_samples"}
