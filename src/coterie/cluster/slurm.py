@@ -15,7 +15,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,16 +174,19 @@ class _SlurmTask:
             doctor.check_same_software(self.wanted)
             if _load_request(self.work.folder / FOLDER).get("batch") != self.batch:
                 return "done", False  # the study was submitted again since then
-            # The hard link for file systems without locks, then the lock that all local processes
-            # use.
-            with (
-                turns.claim_turn(folder, _own_job_id(), is_over),
-                claim_folder(folder),
-                use_one_thread(),
-            ):
+            with ExitStack() as claims:
+                # The hard link for file systems without locks, then the lock that all local
+                # processes use.
+                try:
+                    claims.enter_context(turns.claim_turn(folder, _own_job_id(), is_over))
+                # Who submits sees locks alone, and would submit this run again and again.
+                except FolderInUse as error:
+                    return "failed", error
+                claims.enter_context(claim_folder(folder))
+                claims.enter_context(use_one_thread())
                 use_threads(self.cpus)
                 return "done", self.work(self.job, _ignore_message)
-        # Another job or process does this run; that is no failure.
+        # Another process does this run; that is no failure.
         except FolderInUse:
             return "done", False
         except (CoterieError, OSError, MemoryError) as error:

@@ -39,7 +39,8 @@ def claim_turn(folder: Path, job: str, over: Callable[[str], bool]) -> Iterator[
     # A requeued job has the same id and may go on. The turn of a job that is over does not count.
     if owner and owner["job"] != job and not over(owner["job"]):
         raise FolderInUse(
-            f"{folder} is in use by {describe_owner(owner)}; wait for it, or cancel it first"
+            f"{folder} is in use by {describe_owner(owner)}; wait for it, or cancel it first (or, if "
+            f"it is over and the batch system does not know it, delete .turn-{number}.json there)"
         )
     # A number that nobody has: `os.link` fails if another job takes it first.
     mine = folder / f".turn-{number + 1}.json"

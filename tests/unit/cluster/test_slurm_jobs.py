@@ -453,6 +453,21 @@ def test_a_run_that_another_works_on_is_left_to_it(monkeypatch, tmp_path):
     assert make_task(tmp_path, monkeypatch, does)[0]() == ("done", False)
 
 
+def test_a_run_whose_turn_another_job_has_is_told(monkeypatch, tmp_path):
+    """Where Slurm does not know whether that job is over, the run was submitted again for ever."""
+    task, _ = make_task(tmp_path, monkeypatch, lambda folder: pytest.fail("it was run"))
+    monkeypatch.setattr(slurm, "is_over", lambda job: False)
+    folder = tmp_path / "a/seed-0"
+    folder.mkdir(parents=True)
+    turn = {"job": "9_1", "host": "n7", "since": "2026-11-02 10:00:00"}
+    (folder / ".turn-4.json").write_text(json.dumps(turn))
+    kind, error = task()
+    assert kind == "failed"
+    assert isinstance(error, FolderInUse)
+    assert "a/seed-0 is in use by job 9_1 on n7 since 2026-11-02 10:00:00" in str(error)
+    assert "delete .turn-4.json there" in str(error)
+
+
 # ---------------------------------------------------------------- a question to a partition
 
 
