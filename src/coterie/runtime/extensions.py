@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coterie.engine.optim import LocalTraining
 from coterie.engine.task import Task
-from coterie.errors import ConfigError
+from coterie.errors import ConfigError, require
 from coterie.exchange.accepting import Acceptance, AcceptingExchange, Reputation, own_losses
 from coterie.functional import metrics
 from coterie.functional.metrics import Metric
@@ -24,7 +24,7 @@ from coterie.methods.base import Info, Method, Round, concatenate_tensors
 from coterie.rng import Rng
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
-from coterie.runtime.virtual_time import SECOND, Clock, RoundTraffic
+from coterie.runtime.virtual_time import LONGEST, SECOND, Clock, RoundTraffic
 
 
 class Unprotected(UserWarning):
@@ -247,6 +247,10 @@ class TimeExtension(Extension):
         self.done = times.done if traffic.up is not None else times.trained
         self.late = self.done > deadline
         elapsed = torch.full_like(before.elapsed, min(deadline, int(times.done.max())))
+        # As with rounds of their own: sums of times stay below 2^63 nanoseconds.
+        seconds = int(elapsed.max()) / SECOND
+        expected = f"at most {LONGEST} seconds of virtual time in all, or a deadline"
+        require(seconds <= LONGEST, f"time: the end of round {rnd.index}", seconds, expected)
         total = before.worked.index_add(0, rows, torch.from_numpy(times.worked))
         self.state = _Spent(elapsed, total)
         late, idle = torch.from_numpy(self.late), 1 - total[rows].double() / elapsed[rows].double()

@@ -30,7 +30,8 @@ from coterie.rng import Rng
 SECOND = 10**9
 """Nanoseconds in a second."""
 _MOST_PAUSES = 100_000  # in one round: pauses that overlap may leave no time at all
-_LONGEST = 10**9  # seconds, 31 years: sums of many stay below 2^63 nanoseconds
+LONGEST = 10**9
+"""The longest time, in seconds (31 years): sums of several stay below 2^63 nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -355,7 +356,7 @@ class VirtualTime(Configurable):
 
 
 def _check_longest(name: str, seconds: float) -> None:
-    require(seconds <= _LONGEST, name, seconds, f"at most {_LONGEST} seconds")
+    require(seconds <= LONGEST, name, seconds, f"at most {LONGEST} seconds")
 
 
 def to_nanoseconds(seconds: float) -> int:
@@ -517,7 +518,7 @@ class Clock:
         if self.time.jitter:
             noise = streams.generator("time.jitter", client).standard_normal()
             # A lognormal factor has no bound, and sums must fit into 63 bits.
-            seconds = min(_LONGEST, seconds * float(np.exp(self.time.jitter * noise)))
+            seconds = min(LONGEST, seconds * float(np.exp(self.time.jitter * noise)))
         paused = 0
         if self.time.pause_share:
             stream = streams.generator("time.pause", client)
@@ -596,15 +597,14 @@ class Clock:
         """Return how long bytes from or to a server take, whose own link has no limit."""
         if sizes is None:
             return np.zeros(len(clients), dtype=np.int64)
-        # Rounded up as in `message_delays`; a server adds no latency of its own.
-        transfer = np.ceil(sizes / self.bandwidth[clients] * SECOND).astype(np.int64)
-        return self.latency[clients] + transfer
+        # A server adds no latency of its own.
+        return self.latency[clients] + _time_transfer(sizes, self.bandwidth[clients])
 
     def _draw_pause(self, stream: np.random.Generator, client: int) -> float:
         amount = self.time.pause_seconds
         if isinstance(amount, Mapping):
             # Bounded as the jitter is: a lognormal draw has no largest value.
-            return min(_LONGEST, parse_draw(amount, "time.pause_seconds").draw(stream))
+            return min(LONGEST, parse_draw(amount, "time.pause_seconds").draw(stream))
         if isinstance(amount, Sequence):
             return float(amount[client])
         return float(amount)
@@ -620,9 +620,7 @@ class Clock:
             size: of a message, in bytes; one for all, or one for each.
         """
         slowest = np.minimum(self.bandwidth[readers], self.bandwidth[senders])
-        # rounded up, so that a message of any size takes time where bandwidth is limited
-        transfer = np.ceil(size / slowest * SECOND).astype(np.int64)
-        return self.latency[readers] + self.latency[senders] + transfer
+        return self.latency[readers] + self.latency[senders] + _time_transfer(size, slowest)
 
     def longest_delays(self, size: int) -> np.ndarray:
         """Return the longest time that a message of each client takes to any reader."""
@@ -634,6 +632,14 @@ class Clock:
         # again, and the largest put in its place.
         transfer = self.message_delays(slowest, population, size) - self.latency[slowest]
         return transfer + self.latency[farthest]
+
+
+def _time_transfer(size: int | np.ndarray, bandwidth: np.ndarray) -> np.ndarray:
+    """Return how long bytes take at a bandwidth, in nanoseconds."""
+    # A bandwidth has no least value, and sums of times must fit into 63 bits.
+    seconds = np.minimum(size / bandwidth, LONGEST)
+    # rounded up, so that a message of any size takes time where bandwidth is limited
+    return np.ceil(seconds * SECOND).astype(np.int64)
 
 
 def _work_between_pauses(pauses: Sequence[Pause], begin: int, work: int) -> int:

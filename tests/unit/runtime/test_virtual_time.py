@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.errors import ConfigError
+from coterie.methods.local import Local
 from coterie.rng import Rng
 from coterie.runtime import virtual_time
 from coterie.runtime.virtual_time import (
@@ -18,7 +19,8 @@ from coterie.runtime.virtual_time import (
     _work_between_pauses,
 )
 from coterie.runtime.virtual_time import Pause as PauseTable
-from coterie.testing.tiny import tiny_settings
+from coterie.simulation.run import simulate
+from coterie.testing.tiny import tiny_federation, tiny_settings
 
 _TENTH = SECOND // 10
 _pauses = st.lists(
@@ -99,6 +101,18 @@ def test_a_message_takes_both_latencies_and_the_slower_link():
 
 
 # Client 0 works 2 s, 1 works 5 s, 2 works 1 s; links of 0.1, 0 and 1 s, 100 bytes a second.
+def test_a_message_over_hardly_any_bandwidth_never_comes_in_time():
+    """10^12 seconds do not fit into 63 bits of nanoseconds: it came before it was sent."""
+    time = VirtualTime(bandwidth=[100.0, 1e-9, 1e-300])
+    clock, longest = Clock(time, [1] * 3, seed=0), 10**9 * SECOND
+    everybody = np.arange(3)
+    delays = clock.message_delays(everybody, np.zeros(3, dtype=int), 1000)
+    assert delays.tolist() == [10 * SECOND, longest, longest]
+    up = clock.move_to_server(everybody, np.full(3, 1000.0))
+    assert up.tolist() == [10 * SECOND, longest, longest]
+    assert (clock.longest_delays(1000) == longest).all()
+
+
 SLOW_LINKS = VirtualTime(round_seconds=[2.0, 5.0, 1.0], latency=[0.1, 0.0, 1.0], bandwidth=100.0)
 
 
@@ -172,3 +186,10 @@ def test_what_does_not_fit_the_clients_is_refused(table, message):
 def test_a_table_is_checked_where_it_is_given(table, message):
     with pytest.raises(ConfigError, match=message):
         tiny_settings(schedule="asynchronous", time=table)
+
+
+def test_rounds_in_step_end_within_the_longest_time():
+    """After 9.2 10^9 seconds the time since the beginning was negative."""
+    slow = tiny_settings(rounds=3, time={"round_seconds": 6e8})
+    with pytest.raises(ConfigError, match=r"the end of round 1 is 1200000000.0; expected at most"):
+        simulate(tiny_federation(), Local(), model="linear", settings=slow)
