@@ -55,6 +55,8 @@ class Loss(Configurable):
             take all samples of a set at once.
         metric: name of what `measure_samples` measures; None for nothing.
         class_axis: the axis of the classes among those of the outputs, where an output is a class.
+        can_be_negative: whether the mean over samples may be below 0; then methods are refused
+            that compare models by its inverse.
     """
 
     kind: ClassVar[str]
@@ -64,6 +66,7 @@ class Loss(Configurable):
     whole: ClassVar[bool] = False
     metric: ClassVar[str | None] = None
     class_axis: ClassVar[int] = -1
+    can_be_negative: ClassVar[bool] = False
 
     def __call__(
         self,
@@ -796,6 +799,7 @@ class Poisson(_Numbers):
 
     kind: ClassVar[str] = "poisson"
     summary: ClassVar[str] = "counts: Poisson likelihood, outputs are logarithms of means"
+    can_be_negative: ClassVar[bool] = True
 
     def __call__(
         self, outputs: Float[Tensor, "samples *outputs"], targets: Float[Tensor, "samples *targets"]

@@ -19,6 +19,8 @@ from coterie.functional.sums import COLUMNS, sum_rows_in_place
 _CACHED = 1 << 17  # float64 entries of a temporary on a CPU, 1 MB: it stays in a core's cache
 _ENTRIES = 1 << 19  # and on a device, 4 MB: fewer launches
 _ZERO = 1e-12  # norms below this count as zero
+_LARGEST = 1e30  # a similarity; products with temperatures and sums of many stay finite
+_ROUNDING = 1e-3  # losses that are never negative come out below 0 by rounding, but by less
 
 
 def invert_cost(
@@ -31,14 +33,38 @@ def invert_cost(
         eps: $\varepsilon$; identical models have similarity $1 / \varepsilon$ under L2.
 
     Returns:
-        Similarities; 0 where the cost is infinite or not a number.
+        Similarities, at most 1e30; 0 where the cost is infinite or not a number.
+
+    Raises:
+        ConfigError: for a cost below 0, of which a lower one would have the lower similarity.
 
     Example:
         >>> invert_cost(torch.tensor([[0.5, torch.inf, torch.nan]]), eps=0.0)
         tensor([[2., 0., 0.]], dtype=torch.float64)
     """
-    # 1 / infinity is 0: what did not arrive needs no case of its own.
-    return torch.nan_to_num(1 / (cost.double().cpu() + eps), nan=0.0)
+    cost = check_not_negative(cost.double().cpu(), "a similarity that is 1 over the loss")
+    # 1 / infinity is 0: what did not arrive needs no case of its own. Without a bound the sum of
+    # several similarities to equal models could be infinite with an epsilon of 0.
+    return torch.nan_to_num(1 / (cost + eps), nan=0.0).clamp(max=_LARGEST)
+
+
+def check_not_negative(losses: Float[Tensor, "*shape"], what: str) -> Float[Tensor, "*shape"]:
+    """Return losses, none of which is below 0.
+
+    Args:
+        losses: NaN where a model diverged.
+        what: what is made of them.
+
+    Raises:
+        ConfigError: when one is below 0 by more than rounding.
+    """
+    if bool((losses < -_ROUNDING).any()):
+        found = float(losses.nan_to_num(nan=torch.inf).min())
+        raise ConfigError(
+            f"{what} needs losses of 0 and more; found {found:.4g}: choose another similarity or "
+            "reward, or add a constant to the loss"
+        )
+    return losses
 
 
 def agree_on_predictions(

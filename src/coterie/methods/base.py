@@ -454,6 +454,14 @@ class Method(Configurable, ABC):
         """
         return "its clients draw no peers"
 
+    @property
+    def needs_positive_loss(self) -> str:
+        """Explain why losses below 0 would rank models wrongly, and what to take instead.
+
+        "" where they would not. Otherwise a loss that can be below 0 is refused.
+        """
+        return ""
+
     @abstractmethod
     def init_state(self, task: Task, rng: Rng) -> State:
         """Return the state before the first round."""

@@ -410,12 +410,13 @@ class Dac(PeerMethod):
     Args:
         num_peers: peers read each round ($m$); clamped to population - 1.
         tau: inverse temperature $\tau$ (with a schedule: its limit).
-        similarity: "inv_loss", 1 over the loss of the peer's model on the client's data; "inv_l2",
-            1 over the distance of the models; "cos_weight" and "cos_grad", the cosine of the models
-            or of their updates since the start; "cos_product", that of the products of their
-            low-rank adapters; "agreement", 1 minus the total variation between what the two models
-            predict for the client's data, classes alone; "public_agreement", the share of a public
-            set for which both predict the same class, of which clients publish their predictions.
+        similarity: "inv_loss", 1 over the loss of the peer's model on the client's data, for losses
+            that are never below 0; "inv_l2", 1 over the distance of the models; "cos_weight" and
+            "cos_grad", the cosine of the models or of their updates since the start; "cos_product",
+            that of the products of their low-rank adapters; "agreement", 1 minus the total
+            variation between what the two models predict for the client's data, classes alone;
+            "public_agreement", the share of a public set for which both predict the same class, of
+            which clients publish their predictions.
         aggregation: "fedavg"; "fedsim", by this round's similarities; a rule of
             `functional.robust.RULES`, by its name or as a table with its settings; or the import
             path of a custom rule, a function of `functional.aggregation.ReceivedModels`.
@@ -508,6 +509,13 @@ class Dac(PeerMethod):
             return "models are mixed by their losses on the training data"
         if self.similarity == "agreement":
             return "models are mixed by what they predict for the training data"
+        return ""
+
+    @property
+    def needs_positive_loss(self) -> str:
+        """See `Method.needs_positive_loss`."""
+        if self.similarity == "inv_loss":
+            return "similarity = 'inv_loss' is 1 over the loss; take 'cos_grad' or another one"
         return ""
 
     @property

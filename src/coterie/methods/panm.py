@@ -367,8 +367,8 @@ class PanmLoss(Panm):
     r"""PANM by the loss of the peer's model on the client's data; see `Panm`.
 
     Args:
-        transform: the similarity: "inverse", $1 / (\ell + \varepsilon)$, or "negative", $-\ell$.
-            They rank alike but give different mixtures.
+        transform: the similarity: "inverse", $1 / (\ell + \varepsilon)$, for losses that are never
+            below 0, or "negative", $-\ell$. They rank alike but give different mixtures.
         eps: $\varepsilon$.
     """
 
@@ -378,6 +378,13 @@ class PanmLoss(Panm):
     )
     transform: Literal["inverse", "negative"] = "inverse"
     eps: NonNegativeFloat = 1e-6
+
+    @property
+    def needs_positive_loss(self) -> str:
+        """See `Method.needs_positive_loss`."""
+        if self.transform == "inverse":
+            return "transform = 'inverse' is 1 over the loss; take 'negative'"
+        return ""
 
     @property
     def privacy_leak(self) -> str:

@@ -14,7 +14,7 @@ from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
 from coterie.exchange import group_sum
 from coterie.exchange.group_sum import GroupMeans, pull_group_means
-from coterie.functional import bandits, metrics
+from coterie.functional import bandits, metrics, similarity
 from coterie.methods.base import Info, PeerMethod, Round, State
 from coterie.methods.cost import Cost, CostSetting, Phase, cost_of_reading
 from coterie.rng import Rng
@@ -100,6 +100,14 @@ class Ppdl(PeerMethod):
     def reads_everybody(self) -> str:
         """See `Method.reads_everybody`."""
         return "its bandit chooses among groups of all members"
+
+    @property
+    def needs_positive_loss(self) -> str:
+        """See `Method.needs_positive_loss`."""
+        # No loss that can be below 0 has an accuracy, which is the reward where there is one.
+        return (
+            "its reward is the exponential of minus the loss, which is at most 1; take another loss"
+        )
 
     def size_among(self, population: int) -> int:
         """Return how many members a group has: all others, where they are fewer."""
@@ -187,7 +195,8 @@ class Ppdl(PeerMethod):
             if known and self.reward != "likelihood":
                 value = measured[metrics.ACCURACY.name].double().cpu()
             else:
-                value = torch.exp(-measured[metrics.LOSS.name].double().cpu())
+                losses = measured[metrics.LOSS.name].double().cpu()
+                value = torch.exp(-similarity.check_not_negative(losses, f"{self.kind}'s reward"))
             # A model that diverged earns nothing.
             earned = torch.where(rows, value.nan_to_num(0.0).clamp(0, 1), earned)
             passes = torch.where(rows, counts[split], passes)

@@ -92,6 +92,10 @@ def make_task(
                 "'cross-entropy' or 'binary', or leave the metric out"
             )
     outputs = loss.num_outputs(targets, federation.classes)
+    if loss.can_be_negative and (reason := method.needs_positive_loss):
+        raise ConfigError(
+            f"loss {loss.kind!r} can be below 0; {method.kind} cannot have it: {reason}"
+        )
     spec = ModelSpec(
         method.build_model(resolve_model(model, federation.features, outputs, federation.parts)),
         init=settings.init,

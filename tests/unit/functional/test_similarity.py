@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coterie.errors import ConfigError
-from coterie.functional import similarity
+from coterie.functional import aggregation, similarity
 from coterie.rng import Rng
 
 
@@ -167,6 +167,21 @@ def test_inverse_handles_lost_and_diverged_models():
     """1 / (0.5 + 0.5) = 1; an infinite loss and a loss that is not a number give 0."""
     got = similarity.invert_cost(torch.tensor([[0.5, torch.inf, torch.nan]]), eps=0.5)
     assert got.tolist() == [[1.0, 0.0, 0.0]]
+
+
+def test_losses_below_zero_have_no_inverse():
+    """1 / -2 is below 1 / 5 although a loss of -2 is the better one."""
+    with pytest.raises(ConfigError, match=r"losses of 0 and more; found -2: choose another"):
+        similarity.invert_cost(torch.tensor([[5.0, -2.0, torch.nan, torch.inf]]))
+
+
+def test_equal_models_are_averaged_without_an_epsilon():
+    """Three peers at no distance have the same weight as the client itself, a quarter each."""
+    alike = similarity.invert_cost(torch.zeros(1, 3), eps=0.0)
+    weights, own = aggregation.fedsim_weights(alike, torch.ones(1, 3, dtype=torch.bool))
+    assert weights.tolist() == [[0.25] * 3]
+    assert own.tolist() == [0.25]
+    assert bool(torch.isfinite(alike.float()).all()), "a message has float32"
 
 
 # ---------------------------------------------------------------- predictions
