@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import adversary
 
-PARTS, EACH = 8, 6
-"""Parts, and trials of a part; all together take two minutes on two cores."""
+PARTS, EACH = 8, 3
+"""Parts, and trials of a part; all together take a minute on one core."""
 
 
 @pytest.mark.full
