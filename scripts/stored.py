@@ -542,8 +542,8 @@ def _origin(
     told_ = [run.provenance for run in runs]
     study, made_by = content["study"], [one["command"] for one in told_]
     command = repeated_by(made_by, study)
-    # each did a part
-    if any(repeated_by([one], study) != command for one in filter(_begins, made_by)):
+    parts = {repeated_by([one], study) for one in filter(_begins, made_by)}
+    if parts - {command} and not command.endswith(stored_runs.CONFIG):  # each did a part
         command = _command(command, config.parse_study_text(settings, study, to_run=False))
     commits = [one.get("commit") for one in told_]
     if None in commits or any(one.get("dirty") is None for one in told_):
@@ -578,13 +578,14 @@ def repeated_by(commands: Sequence[str], study: str) -> str:
 
     Args:
         commands: what each run was made with; `coterie resume` says nothing of the settings.
-        study: its name, for a study file and for when every command resumed: then it runs the
-            settings that are stored.
+        study: its name. The settings that are stored are run where a study file was, where every
+            command resumed, and where a program ran some of it, which no command of ours names.
     """
     settings = (STORED / study / stored_runs.CONFIG).relative_to(ROOT).as_posix()
-    begun = next(filter(_begins, commands), f"coterie run {settings}")
+    begun = next(filter(_begins, commands), "")
     words = _without(begun, dict.fromkeys(("--out", "-o", "--data-dir"), ""))
-    if any(word.endswith(".toml") for word in words):
+    by_programs = any(one.split()[:1] != ["coterie"] for one in commands)
+    if not begun or by_programs or any(word.endswith(".toml") for word in words):
         words = ["coterie", "run", settings]
     return shlex.join(word for word in words if word != "--resume")
 

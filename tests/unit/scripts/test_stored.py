@@ -570,6 +570,20 @@ def test_a_study_whose_methods_ran_by_commands_of_their_own_is_repeated_by_one(
     )
 
 
+def test_a_study_of_which_a_program_ran_a_part_is_repeated_by_its_settings(
+    history, tmp_path, write_run, final_rows
+):
+    """The command of the other part would leave out what the program ran."""
+    run = a_part(tmp_path / "w", write_run, final_rows, ACCURACIES)
+    for label, seed in ACCURACIES:
+        own = f"coterie run rotated-digits --seeds 1 --set 'use_methods=[\"{label}\"]'"
+        command = "python mine.py" if label == "Random" else own
+        tells_its_origin(run / label / f"seed-{seed}", command)
+    kept = stored.keep(run, in_one_go=False, where=tmp_path / "kept")
+    told = json.loads((kept / "origin.json").read_text())
+    assert told["command"] == "coterie run docs/reference/runs/rotated-digits/config.toml"
+
+
 @pytest.mark.parametrize(
     ("name", "labels", "methods"),
     [
@@ -728,6 +742,10 @@ def test_notes_can_speak_of_one_seed():
         (
             ["coterie run a/b --set 'methods.DAC.tau=[1, 2]'"],
             "coterie run a/b --set 'methods.DAC.tau=[1, 2]'",
+        ),
+        (
+            ["python mine.py a/b", "coterie run a/b --set 'use_methods=[\"Local\"]'"],
+            "coterie run docs/reference/runs/a/b/config.toml",
         ),
         (
             ["coterie run /home/me/b.toml --scale 0.1 --set local.lr=1"],
