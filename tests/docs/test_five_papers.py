@@ -925,17 +925,27 @@ def test_the_claims_about_fedgwc_beside_other_methods():
 
 
 def test_the_claims_about_two_folds():
-    """SosicFL has run there without mirrored images alone."""
-    study = "sosicfl/cifar10-simplecnn-2-fold-plain"
-    local, overall = (
-        in_percent(study, metric) for metric in ("accuracy_max", "global_accuracy_max")
+    """With mirrored images a small radius is better locally alone, and without them a wide one is by both."""
+    study, wide = "sosicfl/cifar10-simplecnn-2-fold", "SosicFL, radius 1"
+    plain = f"{study}-plain"
+    local, overall, local_plain, overall_plain = (
+        in_percent(name, metric)
+        for name in (study, plain)
+        for metric in ("accuracy_max", "global_accuracy_max")
     )
-    wide = "SosicFL, radius 1"
-    words = "{:.1f} % locally and {:.1f} % globally, FedAvg {:.1f} %; with a smaller radius not globally, {:.1f}"
-    assert words.format(local[wide], overall[wide], local["FedAvg"], overall["SosicFL"]) in TEXT
-    assert overall[wide] > overall["FedAvg"] > overall["SosicFL"]
-    assert min(local[wide], local["SosicFL"]) > local["FedAvg"] + 6
-    assert in_percent(study.removesuffix("-plain")).keys() == {"FedAvg"}
+    fedavg = local["FedAvg"]
+    assert abs(fedavg - overall["FedAvg"]) < 0.05
+    words = "at best {:.1f} % locally and {:.1f} % globally, FedAvg {:.1f} % by both; with the radius that was chosen for five folds {:.1f} % and {:.1f} %"
+    assert (
+        words.format(local["SosicFL"], overall["SosicFL"], fedavg, local[wide], overall[wide])
+        in TEXT
+    )
+    assert overall["SosicFL"] < overall["FedAvg"] - 0.5
+    assert abs(overall[wide] - overall["FedAvg"]) < 0.1
+    assert local["SosicFL"] > local[wide] + 2 > fedavg + 6
+    words = "that one held by both, {:.1f} % and {:.1f} %, FedAvg {:.1f} %"
+    assert words.format(local_plain[wide], overall_plain[wide], overall_plain["FedAvg"]) in TEXT
+    assert overall_plain[wide] > overall_plain["FedAvg"] > overall_plain["SosicFL"]
 
 
 def test_the_claims_about_uneven_labels():
@@ -1107,8 +1117,11 @@ def test_what_the_page_says_of_mirrored_images_is_what_the_runs_say():
         beside = compare.compare_with_paper(
             compare.load_result(STORED / f"sosicfl/cifar10-simplecnn-{split}")
         )
-        best = [line for line in beside.lines if line.metric.endswith("accuracy_max")]
-        assert len(best) == (2 if split == "2-fold" else 4)
+        best = [
+            line for line in beside.lines
+            if line.metric.endswith("accuracy_max") and not line.chosen
+        ]  # fmt: skip
+        assert len(best) == 4
         assert all(abs(line.difference) < 0.02 for line in best)
         (fedavg,) = (
             line for line in best
@@ -1471,6 +1484,23 @@ def test_what_the_page_says_of_a_wider_network_is_what_the_grid_says():
     # What was to be concluded: both clusters are within a point.
     assert all(abs(here - there) < 1 for here, there in zip(wide, paper, strict=True))
     assert {one["seeds"] for one in rows["32-64"]} == {1}
+
+
+def test_what_the_page_says_of_networks_with_rotations_is_what_the_grid_says():
+    """The nearest network has the oracle within a point, and Local not, as had to be for a finding."""
+    path = STORED / "lineage/dac-cifar10-network-stage-1.json"
+    rows = {row["point"]: row for row in json.loads(path.read_text())["results"]}
+    local, *oracle = rows["32-64"]["cells"]
+    assert min(rows, key=lambda name: rows[name]["score"]) == "32-64"
+    words = "the oracle in two clusters of five has {:.1f} % and {:.1f} %, the paper {:.1f} % and {:.1f} %"
+    found = [one[who] for who in ("ours", "paper") for one in oracle]
+    assert words.format(*found) in TEXT
+    net_a = rows["net A"]["cells"][0]["ours"]
+    words = "Local has {:.1f} %, the paper {:.1f} % and net A {:.1f} %"
+    assert words.format(local["ours"], local["paper"], net_a) in TEXT
+    assert all(abs(one["ours"] - one["paper"]) < 1 for one in oracle)
+    assert 1 < local["paper"] - local["ours"] < 2 < local["paper"] - net_a
+    assert {one["seeds"] for row in rows.values() for one in row["cells"]} == {2}
 
 
 def test_what_the_page_says_of_crops_and_flips_is_what_the_runs_say():
