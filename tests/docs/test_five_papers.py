@@ -935,7 +935,7 @@ def test_the_claims_about_two_folds():
     )
     fedavg = local["FedAvg"]
     assert abs(fedavg - overall["FedAvg"]) < 0.05
-    words = "at best {:.1f} % locally and {:.1f} % globally, FedAvg {:.1f} % by both; with the radius that was chosen for five folds {:.1f} % and {:.1f} %"
+    words = "{:.1f} % locally and {:.1f} % globally, FedAvg {:.1f} % by both; with the radius that was chosen for five folds {:.1f} % and {:.1f} %"
     assert (
         words.format(local["SosicFL"], overall["SosicFL"], fedavg, local[wide], overall[wide])
         in TEXT
