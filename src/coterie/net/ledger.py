@@ -5,6 +5,7 @@ they were signed. What is there was checked when it came. A name is used once: a
 under it is refused, so that nobody approves one study and gets another.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -112,6 +113,9 @@ class Ledger:
         self.folder, self.own, self._organizer, self._clock = folder, own, organizer, clock
         self.entries: dict[str, Entry] = {}
         self._read: dict[Path, int] = {}
+        # Threads wait here for each other as long as it takes: eight of them on a slow disk would
+        # time out at the claim, which nobody else has.
+        self._adding = threading.Lock()
         self.reload()
 
     def reload(self) -> None:
@@ -183,7 +187,7 @@ class Ledger:
         now = self._clock()
         found = open_statement(data, roster, self._organizer, now)
         # One process at a time decides whether a name is free.
-        with claim_folder(self.folder, wait=_WAIT):
+        with self._adding, claim_folder(self.folder, wait=_WAIT):
             self.reload()
             if isinstance(found, Proposal):
                 known = self.entries.get(found.name)

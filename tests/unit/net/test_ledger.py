@@ -3,12 +3,14 @@
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.unit.net.test_statements import ORGANIZER, STUDY, proposal
 
+from coterie._util import claims
 from coterie.errors import ConfigError
 from coterie.net import ledger as ledgers
 from coterie.net import statements
@@ -204,3 +206,25 @@ def test_a_kill_between_the_folder_and_its_proposal_leaves_room_for_the_proposal
     federation.propose("hearts")
     assert list(federation.ledger.entries) == ["hearts"]
     shutil.rmtree(tmp_path / "studies/hearts")
+
+
+def test_threads_of_a_member_wait_for_each_other_on_a_slow_disk(federation, monkeypatch):
+    """Eight of them ask others at a time; each writes for longer than another process is waited for."""
+    write = claims.write_atomically
+
+    def write_slowly(path: Path, data: bytes) -> None:
+        time.sleep(0.05)
+        write(path, data)
+
+    monkeypatch.setattr(ledgers, "write_atomically", write_slowly)
+    monkeypatch.setattr(ledgers, "_WAIT", 0.03)
+    made = []
+    for number in range(8):
+        study = STUDY.replace('"hearts"', f'"study-{number}"')
+        made.append(proposal(name=f"study-{number}", study=study, by="n0", time=federation.now))
+    with ThreadPoolExecutor(8) as pool:
+        added = pool.map(
+            lambda one: federation.ledger.add(federation.seal(one), federation.roster), made
+        )
+        assert sorted(one.name for one in added) == sorted(federation.ledger.entries)
+    assert len(federation.ledger.entries) == 8
