@@ -13,6 +13,7 @@ from typing import Any
 
 from coterie._util import manifest
 from coterie._util.claims import claim_folder
+from coterie.data.federation import Federation
 from coterie.errors import ConfigError, DiskFull, TransportError
 from coterie.net import latecomers, nodefile
 from coterie.net import roster as rosters
@@ -140,6 +141,7 @@ def host_node(
     log: Log,
     open_links: Callable[[], Transport],
     *,
+    check_rows: Callable[[Federation], None] = lambda rows: None,
     insecure: bool = False,
 ) -> Iterator[Node]:
     """Create a node of one run, ready to run, and close all its parts at the end.
@@ -151,11 +153,13 @@ def host_node(
         own: this member's identity.
         log: receives events; from here on they are also written to the audit log.
         open_links: opens the transport, which is closed at the end.
+        check_rows: raises when this node's rows are not such as they have to be.
         insecure: whether it has no TLS, which is logged.
     """
     roster = keeper.roster
     clients = roster.member(own.name).clients
     federation = nodefile.load_own_rows(file, study, clients, roster.population)
+    check_rows(federation)
     own_folder = file.resolve_path(file.runs) / own.name
     folder = locate_run(own_folder, study)
     with ExitStack() as stack:

@@ -325,6 +325,9 @@ class Service:
         self._refused: dict[str, tuple[float, str]] = {}  # when, and by which check
         self._pauses: dict[str, float] = {}  # until when a member is asked for no statement
         self._retry_at: dict[str, float] = {}
+        self._warned_at = (
+            0  # the roster's version by which this member's certificate is not the newest
+        )
         self._decided: set[str] = set()  # proposals that no rule approves, by digest
         self._node: Node | None = None
         self._running: Entry | None = None
@@ -631,7 +634,15 @@ class Service:
         """
         own, roster = self.membership.own, self.keeper.roster
         if problems := rosters.check_own(roster, own):
-            raise TransportError(problems[0])
+            key = encode_public_key(own.key.public_key())
+            if not roster.has_member(self.name) or roster.member(self.name).key != key:
+                raise TransportError(problems[0])
+            # The organizer has renewed it. Links are bound to the key, so this one counts as well.
+            if self._warned_at != roster.version:
+                self._warned_at = roster.version
+                end = own.certificate.not_valid_after_utc
+                text = f"{problems[0]}, and start the service again before {end:%Y-%m-%d %H:%M} UTC"
+                self.log("certificate", level="warning", peer=self.name, text=text)
         check_dates(own.certificate_file, own.certificate, datetime.now(UTC))
 
     def _check_running(self) -> None:
@@ -673,8 +684,10 @@ class Service:
 
         try:
             with host_node(
-                self._make_node_file(entry), study, of_study, self.membership.own, log, open_links
-            ) as node:
+                self._make_node_file(entry), study, of_study, self.membership.own, log, open_links,
+                # They may have changed since they were approved, and be alike at most members.
+                check_rows=lambda rows: consent.check_data(consent.describe_data(rows), proposal),
+            ) as node:  # fmt: skip
                 yield node
         finally:
             self.log.also = before

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from coterie._util.claims import claim_folder
-from coterie.errors import ConfigError
-from coterie.net import consent, local, service, servicefile, statements
+from coterie.errors import ConfigError, TransportError
+from coterie.net import consent, identity, local, service, servicefile, statements
 from coterie.net import roster as rosters
 from coterie.net.grpc_transport import GrpcTransport
 from coterie.net.log import Log
@@ -436,6 +437,29 @@ def test_a_running_study_adopts_a_newer_roster_of_the_federation(hall):
     assert told["removed"] == ["east"]
 
 
+@pytest.mark.parametrize("what", ["certificate", "key"])
+def test_a_service_goes_on_with_a_certificate_that_was_renewed(hall, what):
+    """Others may have the roster before this member has the new file. With another key nobody answers it."""
+    north, keys = hall.open("north"), hall.folder / "keys"
+    member, south, east = hall.roster.members
+    changed = replace(member, certificate="0" * 64)
+    if what == "key":
+        other = ec.generate_private_key(ec.SECP256R1()).public_key()
+        text = identity.encode_public_key(other)
+        changed = replace(changed, key=text, subject=identity.key_fingerprint(other))
+    newer = replace(hall.roster, members=(changed, south, east), version=2)
+    rosters.write_signed(hall.folder / "newer.toml", newer, keys / "organizer.key")
+    assert north.keeper.accept_offer(rosters.load_signed(hall.folder / "newer.toml"), "south")
+    if what == "key":
+        with pytest.raises(TransportError, match="another key for north"):
+            north._check_own()
+        return
+    north._check_own()
+    north._check_own()
+    (told,) = hall.told("north", "certificate")
+    assert "the roster knows another certificate of north" in told["text"]
+
+
 def test_a_roster_of_somebody_else_changes_nothing(hall):
     north, made = hall.open("north"), hall.proposal()
     keeper = StudyKeeper(north.keeper, lambda newest: derive_roster(made, newest, spec(made)))
@@ -462,6 +486,22 @@ def test_how_a_study_stands_is_said_in_a_word(three):
     assert word({"running": made.digest, "round": 1, "waiting": False}) == "running"
     three.say("south", "stop")
     assert word() == "stopped"
+
+
+def test_data_that_have_changed_since_they_were_approved_begin_no_study(hall):
+    south = hall.open("south")
+    hall.propose(by="north", quorum=2)
+    hall.open("north")
+    hall.exchange("south")
+    hall.say("south", "approval")
+    south.ledger.reload()
+    np.savez(hall.folder / "south/data.npz", x=np.zeros((40, 7), "float32"), y=np.arange(40) % 2)
+    south._run_study(south.ledger.find("hearts"))
+    word, why = south.membership.describe(south.ledger.find("hearts"), {})
+    assert (word, why) == (
+        "failed",
+        "the data of the role heart have features [7]; the study hearts expects [6]",
+    )
 
 
 def run_study(hall: Hall, *names: str) -> None:
