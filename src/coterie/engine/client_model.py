@@ -116,14 +116,14 @@ class ClientModel:
             rows.append(row.to(self.device))
         models = torch.stack(rows)
         if different and find_equal_rows(models[:, : self.layout.trainable]):
-            given = "a function that draws none"
+            given, redraw = "a function that draws none", ""
             if isinstance(self.make, nn.Module):
                 given = "a module"
+                redraw = ", or set init = 'redrawn', which draws those of the module again"
             raise ModelError(
                 f"this method starts from {count} different models, and {given} has one set of "
                 "weights, which stays: equal models would stay equal; give the class of the module "
-                "or a function that draws other weights in each call, or set init = 'redrawn', "
-                "which draws those of a module again"
+                f"or a function that draws other weights in each call{redraw}"
             )
         return models
 
@@ -220,6 +220,8 @@ def _check_init(init: InitMode, make: Callable[[], nn.Module] | nn.Module) -> No
         stay = ""
         if kept:
             stay = f"; as given stay {names}, whose layers have no reset_parameters"
+        if not all(tensor.requires_grad for tensor in make.parameters()):
+            stay += "; frozen weights stay as given"
         warnings.warn(
             "init = 'redrawn': the weights of the module that was given are not used; its layers "
             f"draw new ones by reset_parameters{stay}",

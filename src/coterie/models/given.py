@@ -248,11 +248,21 @@ def copy_deeply(module: ModuleType, memo: dict[int, Any] | None = None) -> Modul
 
 
 def redraw_weights(module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose layers have drawn their weights again, in order."""
-    module = copy_deeply(module)
-    for _, reset in _iterate_resets(module):
+    """Return a copy of a module whose layers have drawn their weights again, in order.
+
+    A layer whose parameters are frozen keeps its buffers: the statistics of a pretrained
+    normalization belong to its weights, which stay too.
+    """
+    fresh = copy_deeply(module)
+    for _, reset in _iterate_resets(fresh):
         reset()
-    return module
+    for name, given in module.named_modules():
+        own = list(given.parameters(recurse=False))
+        if own and not any(tensor.requires_grad for tensor in own):
+            part = fresh.get_submodule(name)
+            for buffer, value in zip(part.buffers(False), given.buffers(False), strict=True):
+                buffer.copy_(value)
+    return fresh
 
 
 def list_kept_tensors(module: nn.Module) -> list[str]:

@@ -266,6 +266,23 @@ def test_weights_of_a_module_are_drawn_anew_when_asked_and_it_is_said():
     assert not torch.equal(run.params, other)
 
 
+def test_a_frozen_normalization_keeps_its_statistics_where_the_rest_is_drawn_anew():
+    """Those of a pretrained body are a part of it; a normalization that is trained starts again."""
+    module = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3), nn.BatchNorm1d(3))
+    for norm in (module[1], module[3]):
+        norm.running_mean.fill_(2.0)
+        norm.running_var.fill_(3.0)
+    module[:2].requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"are not used; .* frozen weights stay as given"):
+        run = start(module, init="redrawn")
+    got = run.model(0)
+    for name in ("0.weight", "1.weight", "1.running_mean", "1.running_var"):
+        assert torch.equal(got.state_dict()[name], module.state_dict()[name]), name
+    assert torch.equal(got[3].running_mean, torch.zeros(3))
+    assert torch.equal(got[3].running_var, torch.ones(3))
+    assert not torch.equal(got[2].weight, module[2].weight)
+
+
 def test_settings_that_contradict_the_model_are_refused():
     with pytest.raises(
         ConfigError, match="init is 'per_client', and the model is a module, which has one set"
@@ -289,9 +306,13 @@ SEVERAL = {"ifca": {"clusters": 3}, "fesem": {"clusters": 2}}
 def test_methods_that_need_different_models_refuse_one_set_of_weights(kind):
     """Equal clusters would stay equal: a module, and a function that draws nothing. A class draws different ones."""
     method, module = METHODS[kind](**SEVERAL[kind]), filled(nn.Linear(4, 3))
-    text = f"starts from {method.clusters} different models, .* give the class .* or set init = 'redrawn'"
-    for model in (module, lambda: filled(nn.Linear(4, 3))):
-        with pytest.raises(ModelError, match=text):
+    text = f"starts from {method.clusters} different models, .* give the class .* in each call"
+    # A function is refused with init = 'redrawn', so that is no advice for it.
+    for model, end in (
+        (module, ", or set init = 'redrawn'"),
+        (lambda: filled(nn.Linear(4, 3)), "$"),
+    ):
+        with pytest.raises(ModelError, match=text + end):
             start(model, method)
     assert start(lambda: nn.Linear(4, 3), method).params.isfinite().all()
     with pytest.warns(UserWarning, match="drawn|draw new ones"):
