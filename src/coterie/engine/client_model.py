@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from coterie.data.federation import Federation
@@ -21,6 +21,8 @@ from coterie.models.given import find_equal_rows, list_kept_tensors
 from coterie.models.layout import (
     InputConversion,
     Layout,
+    NamedModel,
+    custom_model_name,
     draw_initial_params,
     make_template,
     resolve_model,
@@ -44,6 +46,7 @@ class ClientModel:
         device: where rows are.
         first_models: the first models that all clients share, by seed.
         ranks: of the clients' adapters; None where they have the same.
+        bundled: whether it is a network by name, all of whose weights are drawn.
     """
 
     make: Callable[[], nn.Module] | nn.Module
@@ -54,6 +57,7 @@ class ClientModel:
     device: str
     first_models: dict[int, Tensor] = field(default_factory=dict)
     ranks: ClientRanks | None = None
+    bundled: bool = False
 
     @staticmethod
     def from_spec(spec: ModelSpec, federation: Federation, options: EngineOptions) -> "ClientModel":
@@ -76,9 +80,11 @@ class ClientModel:
         ranks = None
         if spec.adapter is not None and not spec.adapter.has_one_rank:
             ranks = ClientRanks.build(layout, _list_ranks(spec.adapter, federation))
+        bundled = isinstance(spec.source, str | NamedModel) and not custom_model_name(spec.source)
         return ClientModel(
-            make, layout, sharing, spec.init, spec.buffers, options.device, ranks=ranks
-        )
+            make, layout, sharing, spec.init, spec.buffers, options.device, ranks=ranks,
+            bundled=bundled,
+        )  # fmt: skip
 
     def initial_models(
         self, ids: Int[Tensor, " clients"], rng: Rng
@@ -149,20 +155,32 @@ class ClientModel:
         """
         if self.init in ("per_client", "redrawn"):
             return ""
-        row = self.module_values().cpu()
-        fixed = torch.ones(len(row), dtype=torch.bool)
-        if not isinstance(self.make, nn.Module):
-            # What two seeds agree on, no seed draws.
-            row = draw_initial_params(self.make, self.layout, Rng(0), EVERYONE).cpu()
-            other = draw_initial_params(self.make, self.layout, Rng(1), EVERYONE).cpu()
-            fixed = row == other
+        row, fixed = self._find_undrawn()
         fixed[self.layout.trainable :] = False
         if not self.sharing.shares_all:
             fixed &= self.sharing.shared.mask.cpu()
-        if not bool(fixed.any()):
+        return _hash_entries(row, fixed)
+
+    @functools.cached_property
+    def undrawn_digest(self) -> str:
+        """The digest of all first weights and buffers that do not depend on a seed; "" for none.
+
+        They are frozen, or of a given module, or loaded from a file by a factory. No setting shows
+        them, and all runs of a study must begin with the same ones.
+        """
+        if self.bundled:
             return ""
-        text = fixed.numpy().tobytes() + row[fixed].numpy().tobytes()
-        return hashlib.sha256(text).hexdigest()[:16]
+        return self.layout.frozen_digest[:16] + _hash_entries(*self._find_undrawn())
+
+    def _find_undrawn(self) -> tuple[Float[Tensor, " params"], Bool[Tensor, " params"]]:
+        """Return a first model, on the CPU, and which of its entries no seed draws."""
+        if self.keeps_given:
+            row = self.module_values().cpu()
+            return row, torch.ones(len(row), dtype=torch.bool)
+        # What two seeds agree on, no seed draws.
+        row = draw_initial_params(self.make, self.layout, Rng(0), EVERYONE).cpu()
+        other = draw_initial_params(self.make, self.layout, Rng(1), EVERYONE).cpu()
+        return row, row == other
 
     def _draw(self, rng: Rng, client: int) -> Float[Tensor, " params"]:
         if self.keeps_given or self.init == "given":
@@ -198,6 +216,14 @@ def _list_ranks(adapter: AdapterConfig, federation: Federation) -> list[int]:
     for client in federation.ids.tolist():
         ranks.append(adapter.for_client(client, names.get(client, "")).largest_rank)
     return ranks
+
+
+def _hash_entries(row: Float[Tensor, " params"], chosen: Bool[Tensor, " params"]) -> str:
+    """Return a digest of some entries of a row; "" for none."""
+    if not bool(chosen.any()):
+        return ""
+    text = chosen.numpy().tobytes() + row[chosen].numpy().tobytes()
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 def _check_init(init: InitMode, make: Callable[[], nn.Module] | nn.Module) -> None:

@@ -218,6 +218,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, Any]:
             f"{found['identity']}, expected "
             f"{run}); choose another folder or overwrite it"
         )
+    check_weights(folder, loop.task.model.undrawn_digest)
     if found["round"] > loop.settings.rounds:
         raise CheckpointError(
             f"{folder / name} is that of round {found['round']}; expected at most rounds = "
@@ -263,6 +264,23 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, Any]:
     # The last step, when everything is in place: blocks receive their parts.
     loop.scatter_state()
     return earlier
+
+
+def check_weights(folder: Path, digest: str) -> None:
+    """Refuse a stored run that began with other given, loaded or frozen weights.
+
+    Args:
+        folder: the run's folder.
+        digest: `ClientModel.undrawn_digest` of the weights that are here now.
+
+    Raises:
+        CheckpointError: when the run has noted other weights.
+    """
+    if load_provenance(folder).get("weights", digest) != digest:
+        raise CheckpointError(
+            f"{folder} was run with other weights than the model is given or loads now; take the "
+            "earlier ones, or start again in another folder (--out) or with --overwrite"
+        )
 
 
 def list_state_tensors(loop: "Loop") -> dict[str, Tensor]:
@@ -417,6 +435,7 @@ def collect_provenance(loop: "Loop", run: str, timing: dict[str, Any]) -> dict[s
             metrics=own,
             client_names=loop.record.client_names,
             data=loop.record.data,
+            weights=loop.task.model.undrawn_digest,
         ),
     }
 

@@ -249,6 +249,9 @@ class _PlanWork:
                 _check_model(
                     folder, task, federation, study.scale_method(entry.label), model, stored
                 )
+                # Of all seeds: no setting shows what a model loads from a file.
+                for run in (self.folder / point / entry.label).glob("seed-*"):
+                    checkpoint.check_weights(run, task.model.undrawn_digest)
 
     def data_to_send(self, job: Job, over: FanOut | None, crew: int) -> Federation | None:
         """Return the data of a job if it must carry them, else None.

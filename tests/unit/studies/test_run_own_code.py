@@ -18,9 +18,11 @@ from coterie.errors import CheckpointError
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.local import Local
 from coterie.runtime.settings import Settings
+from coterie.simulation.run import simulate
 from coterie.studies import config
 from coterie.studies.definition import make_study
 from coterie.studies.run import run_study
+from coterie.testing import tiny_federation
 
 MODEL = """
 from torch import nn
@@ -66,6 +68,77 @@ def test_a_run_goes_on_with_the_code_that_it_was_made_with(tmp_path, monkeypatch
     assert run([0, 1], activation="Tanh", comment="a comment, and another size of the file") == 2
     with pytest.raises(CheckpointError, match=r"other code in module 'own_net_of_a_test'.*--overw"):
         run([0, 1, 2], activation="ReLU", comment="first")
+
+
+LOADED = """
+from pathlib import Path
+import torch
+from torch import nn
+
+def make_net(features, outputs, file):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, outputs))
+    net[1].load_state_dict(torch.load(file))
+    return net
+
+def freeze(features, outputs, file):
+    net = make_net(features, outputs, file)
+    net[1].requires_grad_(False)
+    return net
+"""
+
+
+@pytest.mark.parametrize("maker", ["make_net", "freeze"])
+def test_runs_of_a_study_begin_with_the_same_loaded_weights(tmp_path, monkeypatch, maker):
+    """The code and the settings stay while the file changes: seeds of two pretrained models would be averaged."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(importing, "_imported_code", {})
+    (tmp_path / "loading_net_of_a_test.py").write_text(LOADED)
+    file = tmp_path / "weights.pt"
+    kind = f'"loading_net_of_a_test:{maker}", options = {{ file = "{file}" }}'
+
+    def run(seeds: list[int]) -> None:
+        text = STUDY.format(seeds=seeds).replace('"own_net_of_a_test:make_net"', kind)
+        run_study(config.parse_study_text(text), out=tmp_path / "runs")
+
+    first, other = (nn.Linear(64, 8).state_dict() for _ in range(2))
+    torch.save(first, file)
+    run([0])
+    # Written again with the same content.
+    torch.save(first, file)
+    run([0, 1])
+    torch.save(other, file)
+    for seeds in ([0, 1], [0, 1, 2], [2]):
+        with pytest.raises(
+            CheckpointError, match=r"seed-\d was run with (other w|another m).*--overw"
+        ):
+            run(seeds)
+    torch.save(first, file)
+    run([2])
+
+
+def test_a_single_run_goes_on_with_the_weights_that_it_began_with(tmp_path):
+    first, other = nn.Linear(4, 3).state_dict(), nn.Linear(4, 3).state_dict()
+
+    def run(state, rounds):
+        def make():
+            net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3))
+            net[0].load_state_dict(state)
+            return net
+
+        settings = Settings(rounds=rounds, check=False)
+        simulate(
+            tiny_federation(),
+            Local(),
+            model=make,
+            settings=settings,
+            folder=tmp_path / "run",
+            resume=True,
+        )
+
+    run(first, 1)
+    with pytest.raises(CheckpointError, match="was run with other weights"):
+        run(other, 2)
+    run(first, 2)
 
 
 def test_a_run_without_code_of_ones_own_depends_on_no_earlier_import(tmp_path):
