@@ -1,7 +1,7 @@
 """The commands compare, analyze and tune."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -169,8 +169,9 @@ def compare_studies(
             found.append(one)
             shown.append(_tables.build_equal_budget_table(one))
             if one.pairs:
-                shown.append(_tables.build_pairs_table(one.pairs, REGISTRY[one.metric], one.split))
-            notes += one.verdicts
+                known, name = REGISTRY[one.metric], one.study if len(folders) > 1 else ""
+                shown.append(_tables.build_pairs_table(one.pairs, known, one.split, name))
+            notes += _name_study(one.verdicts, one.study if len(folders) > 1 else "")
             missing += one.describe_coverage()
     else:
         loaded = list(map(comparing.load_result, folders))
@@ -192,15 +193,19 @@ def compare_studies(
             shown = _tables.build_side_by_side([one.result for one in found], metric)
         for one in found:
             # Whole for a paper: the means with their intervals come before the pairs.
-            shown += _tables.build_study_tables(one, whole=format_ is not None)
-            notes += one.verdicts
+            name = ""
+            if len(results) > 1:
+                name = comparing.display_name(one.result, results)
+            shown += _tables.build_study_tables(one, name, whole=format_ is not None)
+            notes += _name_study(one.verdicts, name)
         # Two studies at a time: a method of one with that of the same label in the other.
         across = comparing.compare_each_two(
             results, metric=metric, baseline=baseline, cluster=cluster, share=test_share
         )
         for one in across:
             if one.metric is not None and one.pairs:
-                shown.append(_tables.build_pairs_table(one.pairs, one.metric))
+                both = " and ".join(one.studies)
+                shown.append(_tables.build_pairs_table(one.pairs, one.metric, studies=both))
             notes += one.verdicts
             # Tables for a paper come without the verdicts: what differs must be said all the same.
             if format_ is not None:
@@ -225,6 +230,13 @@ def compare_studies(
         _print_table(console, table)
     for note in notes:
         console.print(note, markup=False, highlight=False)
+
+
+def _name_study(lines: Sequence[str], name: str) -> list[str]:
+    """Begin each line with the study that it is about, where several are shown."""
+    if not name:
+        return list(lines)
+    return [line if line.startswith(f"{name}:") else f"{name}: {line}" for line in lines]
 
 
 _OPTIONS_OF_KINDS: Mapping[str, tuple[str, ...]] = {

@@ -347,11 +347,12 @@ def _build_side_by_side(results: Sequence[StudyResult], metric: Metric) -> TextT
     return TextTable(title, tuple(head), rows, " ".join(marks), strong)
 
 
-def build_study_tables(one: PairComparison, *, whole: bool) -> list[TextTable]:
+def build_study_tables(one: PairComparison, name: str, *, whole: bool) -> list[TextTable]:
     """Build the pairs of a study's methods.
 
     Args:
         one: the study.
+        name: of the study, where several are shown; else "".
         whole: begin with a table of the means of its methods, by clusters, with their intervals.
     """
     tables = []
@@ -361,7 +362,7 @@ def build_study_tables(one: PairComparison, *, whole: bool) -> list[TextTable]:
         title += "in brackets"
         tables.append(build_means_table(result.rows, result.pairs, metric, title, MEANS))
     if one.pairs:
-        tables.append(build_pairs_table(one.pairs, metric))
+        tables.append(build_pairs_table(one.pairs, metric, studies=name))
     return tables
 
 

@@ -302,7 +302,7 @@ def restrict_to_common_seeds(results: Sequence[StudyResult]) -> tuple[list[Study
     ranges: dict[str, str] = {}
     known: dict[str, Sequence[int]] = {}
     for one in results:
-        name = _display_name(one, results)
+        name = display_name(one, results)
         lead = f"{name}: " if len(results) > 1 else ""
         notes += [lead + note for note in one.describe_gaps()]
         ranges[name] = "unknown" if one.seeds is None else format_seed_ranges(one.seeds)
@@ -394,7 +394,7 @@ def compare_in_pairs(
                 "compared"
             )
         own = pairs.select_pairs(one.pairs, metric=entry.name, cluster=cluster, baseline=baseline)
-        said = _describe_verdicts(one, entry, own, cluster, widened, _display_name(one, results))
+        said = _describe_verdicts(one, entry, own, cluster, widened, display_name(one, results))
         paired = {pair.method_a for pair in own} | {pair.method_b for pair in own}
         labels = [label for label in one.method_labels if label in paired]
         line = conditions.describe_unequal_conditions(one.spent, labels, tried)
@@ -420,7 +420,7 @@ def compare_each_two(
     for a, b in combinations(results, 2):
         sides = []
         for one in (a, b):
-            name = _display_name(one, results)
+            name = display_name(one, results)
             # Pairs need the values of each client, which a summary does not have.
             if one.archived:
                 why = f"of {name} the summary alone is stored, without its runs."
@@ -429,7 +429,7 @@ def compare_each_two(
             else:
                 sides.append((name, stored_runs.load_runs([one.folder])[0]))
                 continue
-            two = _display_name(a, results), _display_name(b, results)
+            two = display_name(a, results), display_name(b, results)
             note = f"{two[0]} and {two[1]} cannot be paired: {why}"
             found.append(CrossComparison(two, None, (), (note,)))
             break
@@ -487,7 +487,7 @@ def _describe_verdicts(
     return [*(pairs.describe_pair(pair, metric) for pair in own), *filter(None, last)]
 
 
-def _display_name(one: StudyResult, results: Sequence[StudyResult]) -> str:
+def display_name(one: StudyResult, results: Sequence[StudyResult]) -> str:
     """The name of a study, or its folder where several have that name."""
     # It counts itself, too.
     namesakes = sum(one.study.name == other.study.name for other in results)

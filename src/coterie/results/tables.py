@@ -169,13 +169,16 @@ def _format_with_interval(metric: Metric, row: Mapping[str, Any]) -> str:
     return text
 
 
-def build_pairs_table(pairs: Sequence[Pair], metric: Metric, split: str = "test") -> TextTable:
+def build_pairs_table(
+    pairs: Sequence[Pair], metric: Metric, split: str = "test", studies: str = ""
+) -> TextTable:
     """Build the table of pairs with intervals, corrected p values and effect sizes.
 
     Args:
         pairs: of one metric and one group of clients, as `pairs.select_pairs` returns them.
         metric: what they compare.
         split: the data on which it was measured.
+        studies: whose pairs they are, where several tables are shown.
     """
     rows, strong = [], set()
     for i, pair in enumerate(pairs):
@@ -197,7 +200,8 @@ def build_pairs_table(pairs: Sequence[Pair], metric: Metric, split: str = "test"
         foot = f"95 % intervals; {corrected}effect is the difference in standard deviations "
         foot += "over seeds."
     head = ("pair", "better by", "p", "effect", "gained", "established")
-    return TextTable(f"Pairs, {metric.heading(split)}, {number}", head, rows, foot, strong)
+    title = f"Pairs of {studies}" if studies else "Pairs"
+    return TextTable(f"{title}, {metric.heading(split)}, {number}", head, rows, foot, strong)
 
 
 def _format_difference(pair: Pair, metric: Metric) -> str:

@@ -336,6 +336,29 @@ def test_the_command_says_what_is_established_in_words(five):
     assert "\x1b" not in shown
 
 
+def test_tables_and_verdicts_of_several_studies_say_whose_they_are(
+    five, tmp_path, write_run, final_rows
+):
+    """In one DAC is far better than Local, in the other far worse."""
+    for seed in range(5):
+        for label, mean in (("DAC", 0.5), ("Local", 0.6 + 0.01 * seed)):
+            folder = tmp_path / "other" / label / f"seed-{seed}"
+            rows = final_rows([mean] * 4, [0, 0, 1, 1])
+            write_run(
+                folder, kind=label.lower(), label=label, seed=seed, metrics=rows, study="other"
+            )
+    other = of_methods(tmp_path / "other", "DAC", "Local", seeds=range(5))
+    shown = told("compare", five, other, "--metric", "accuracy")
+    titles = [line.split(",")[0] for line in shown.splitlines() if line.startswith("Pairs")]
+    assert titles == ["Pairs of five", "Pairs of other", "Pairs of five and other"]
+    text = " ".join(shown.split())
+    assert "five: DAC is better than Local by " in text
+    assert "other: Local is better than DAC by " in text
+    alone = told("compare", five)
+    assert "five:" not in alone
+    assert "\nPairs, test accuracy" in alone
+
+
 @pytest.mark.full
 def test_fewer_pairs_by_a_metric_and_a_baseline(five):
     (content,) = json.loads(told("compare", five, "--json"))
