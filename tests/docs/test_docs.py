@@ -4,6 +4,7 @@
 `console` blocks (with a prompt) show what was run. The program's own parser reads them all.
 """
 
+import ast
 import importlib
 import json
 import re
@@ -23,6 +24,14 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli.app import app
+from coterie.engine.evaluation import Evaluator
+from coterie.engine.task import Task
+from coterie.exchange.base import Inbox
+from coterie.methods.base import PeerMethod, Round
+from coterie.methods.fedavg import OneModel
+from coterie.methods.server import ServerMethod
+from coterie.models.layout import Layout
+from coterie.models.part import ParameterSharing
 from coterie.net import nodefile, servicefile
 from coterie.net.relay import RelayFile
 from coterie.studies.config import load_study, parse_study_text
@@ -279,6 +288,53 @@ def test_commands_in_running_text_exist(path):
             command, words = command.commands[words[0]], words[1:]
         known = {"--help", *(option for parameter in command.params for option in parameter.opts)}
         assert {word for word in words if word.startswith("--")} <= known, code
+
+
+OWNERS = {
+    "inbox": Inbox, "layout": Layout, "rnd": Round, "rnd.task": Task, "rnd.task.evaluator": Evaluator,
+    "rnd.task.layout": Layout, "rnd.task.sharing": ParameterSharing,
+}  # fmt: skip
+"""What a method of one's own is given, by what pages call it."""
+
+
+def find_missing_names(text):
+    """The names of `OWNERS` in a text that these do not have."""
+    missing = set()
+    for name in re.findall(r"(?<![\w.])(?:rnd|layout|inbox)(?:\.\w+)+", text):
+        words = name.split(".")
+        owner = max(place for place in range(1, len(words)) if ".".join(words[:place]) in OWNERS)
+        kind = OWNERS[".".join(words[:owner])]
+        if not hasattr(kind, words[owner]) and words[owner] not in kind.__annotations__:
+            missing.add(name)
+    return missing
+
+
+def find_unknown_hooks(text):
+    """The functions of methods in a program that override nothing: no round would call them."""
+    unknown = set()
+    for part in ast.walk(ast.parse(text)):
+        bases = {base.id for base in getattr(part, "bases", ()) if isinstance(base, ast.Name)}
+        known = [kind for kind in (PeerMethod, ServerMethod, OneModel) if kind.__name__ in bases]
+        for inner in part.body if known else ():
+            if isinstance(inner, ast.FunctionDef) and not hasattr(known[0], inner.name):
+                unknown.add(inner.name)
+    return unknown
+
+
+def test_missing_names_and_unknown_hooks_are_found():
+    assert find_missing_names("`rnd.task.score(inbox)`, `layout.layers()`, `inbox.mask`") == {
+        "layout.layers"
+    }
+    program = "class A(OneModel):\n    def home(self): ...\n    def publish(self): ...\n"
+    assert find_unknown_hooks(program) == {"home"}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=title)
+def test_what_a_page_says_of_methods_is_there(path):
+    """A hook of another name is no error: the method would run without it."""
+    assert find_missing_names(path.read_text(encoding="utf-8")) == set()
+    for block in blocks(path, "python"):
+        assert find_unknown_hooks(block.text) == set()
 
 
 @pytest.mark.parametrize("path", pages_with("toml"))

@@ -478,7 +478,7 @@ class Method(Configurable, ABC):
         """Return which tensors never leave a client, in addition to those the run does not share.
 
         Args:
-            layout: of the model; `layout.layers()` and `layout.normalizations()` name tensors.
+            layout: of the model; `layer_tensors` and `normalization_tensors` name tensors.
 
         Returns:
             Names of tensors or of modules, or patterns of them; see `models.part.match_patterns`.
