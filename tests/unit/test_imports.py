@@ -131,6 +131,14 @@ def test_a_command_loads_only_the_libraries_it_needs(words, heavy):
     assert told.stderr == "[]\n"
 
 
+def test_training_and_reading_results_load_no_statistics_of_scipy():
+    """They are half a second of each command, worker and node; Student's t is in scipy.special."""
+    code = "import sys, coterie.studies.run, coterie.net.node, coterie.studies.sweep\n"
+    code += "print([m for m in ('scipy.stats', 'scipy.optimize', 'sklearn') if m in sys.modules])"
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert told.stdout == "[]\n"
+
+
 @pytest.mark.parametrize("name", coterie.__all__)
 def test_every_public_name_exists(name):
     assert getattr(coterie, name) is not None

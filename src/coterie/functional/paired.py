@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
-from scipy import stats
+from scipy import special
 
 CONFIDENCE = 0.95
 POWER = 0.8
@@ -87,8 +87,8 @@ def mean_difference(
     # Without spread there is no t statistic: interval, p value and effect become NaN.
     known = np.ptp(differences, axis=-1) > NO_SPREAD * np.abs(differences).max(-1)
     error = np.where(known, std, np.nan) * math.sqrt(1 / seeds + overlap)
-    half = stats.t.ppf((1 + confidence) / 2, seeds - 1) * error
-    p = 2 * stats.t.sf(np.abs(mean / error), seeds - 1)
+    half = special.stdtrit(seeds - 1, (1 + confidence) / 2) * error
+    p = 2 * special.stdtr(seeds - 1, -np.abs(mean / error))
     effect = mean / np.where(known, std, np.nan)
     return Estimate(mean, std, *map(np.asarray, (mean - half, mean + half, p, effect)))
 
@@ -132,6 +132,8 @@ def power_of_t_test(
         >>> round(power_of_t_test(0.5, 34), 3)  # 34 pairs for a medium effect, as tables have it
         0.808
     """
+    from scipy import stats  # takes half a second, and most of what imports this needs t alone
+
     critical = stats.t.isf(level / 2, seeds - 1)
     shift = abs(effect) / math.sqrt(1 / seeds + overlap)
     if shift > critical + 30:  # certain, and beyond what the distribution's series can do
@@ -176,7 +178,7 @@ def find_seeds_needed(
     if not math.isfinite(effect):
         return None
     # the number that a normal statistic would need is a close first guess; t needs a few more
-    normal = float(stats.norm.isf(level / 2) + stats.norm.isf(1 - wanted))
+    normal = float(-special.ndtri(level / 2) - special.ndtri(1 - wanted))
     left = (effect / normal) ** 2 - overlap
     seeds = min(max(2, round(1 / left)), most) if left * most > 1 else most
     # The power grows with the seeds: at most one of the two loops runs.

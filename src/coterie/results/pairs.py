@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float, Int
-from scipy import sparse, stats
+from scipy import sparse, special
 
 from coterie._util.mappings import select_keys
 from coterie.functional.metrics import Metric
@@ -383,8 +383,8 @@ def _widen_interval(pair: Pair, overlap: float) -> Pair:
     wider = math.sqrt(1 + overlap * pair.seeds)
     half = wider * (pair.high - pair.low) / 2
     # The interval's half width is the standard error times Student's quantile.
-    error = half / stats.t.ppf((1 + CONFIDENCE) / 2, pair.seeds - 1)
-    p = float(2 * stats.t.sf(abs(pair.difference) / error, pair.seeds - 1))
+    error = half / special.stdtrit(pair.seeds - 1, (1 + CONFIDENCE) / 2)
+    p = float(2 * special.stdtr(pair.seeds - 1, -abs(pair.difference) / error))
     return replace(
         pair, low=pair.difference - half, high=pair.difference + half, p=p, overlap=overlap
     )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scipy import stats
+from scipy import special
 
 from coterie.functional.metrics import Metric
 from coterie.functional.paired import CONFIDENCE
@@ -113,7 +113,8 @@ def compute_mean_interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
     if seeds < 2 or row["std"] is None or row["mean"] is None:
         return None
     # `std` is of the population: divided by sqrt(n - 1) it is the standard error.
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, seeds - 1) * row["std"] / math.sqrt(seeds - 1)
+    student = special.stdtrit(seeds - 1, (1 + CONFIDENCE) / 2)
+    half = student * row["std"] / math.sqrt(seeds - 1)
     return float(row["mean"] - half), float(row["mean"] + half)
 
 
