@@ -491,6 +491,12 @@ def load_run(folder: Path) -> StoredRun | UnreadableRun:
     # JSON, TOML and pyarrow raise ValueError or OSError; the others come from JSON of another form.
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return UnreadableRun(folder, f"a file is damaged: {str(error).splitlines()[0]}")
+    seed = _parse_seed(folder) if folder.name.startswith("seed-") else None
+    seeds = config.get("seeds")
+    # A copy of another run's folder would count as one more seed.
+    if seed is not None and isinstance(seeds, list) and seed not in seeds:
+        own = ", ".join(map(str, seeds))
+        return UnreadableRun(folder, f"its name says seed {seed}, and {CONFIG} says {own}")
     for name, table, columns in ((METRICS, measured, METRIC_COLUMNS), (EDGES, edges, EDGE_COLUMNS)):
         for column in columns:
             if column not in table.columns:

@@ -867,11 +867,19 @@ def _check_data(folder: Path, seed: int, data: Federation) -> None:
     Settings cannot show it where data come from a file.
     """
     if any(manifest.describe_fault(folder, name) for name in (CONFIG, stored_runs.FEDERATION)):
+        # Both are written again. Its runs have noted a digest of their data, too.
+        runs = sorted(folder.glob(f"*/seed-{seed}"))
+        here = data.compute_digest() if runs else ""
+        for run in runs:
+            _compare_data(run, checkpoint.load_provenance(run).get("data", here), here)
         return
     if load_stored_study(folder)[0].seeds[0] != seed:
         return
     content = json.loads((folder / stored_runs.FEDERATION).read_text(encoding="utf-8"))
-    there, here = content["fingerprint"], data.compute_fingerprint()
+    _compare_data(folder, content["fingerprint"], data.compute_fingerprint())
+
+
+def _compare_data(folder: Path, there: str, here: str) -> None:
     if there != here:
         raise CheckpointError(
             f"{folder} was run with other data (their fingerprint is {there} there and {here} "

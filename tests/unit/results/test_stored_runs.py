@@ -71,6 +71,16 @@ def test_a_folder_without_runs_is_refused(tmp_path, make):
         stored_runs.load_runs([path])
 
 
+def test_a_copy_of_a_run_is_not_one_more_seed(small):
+    """Its folder was copied: the mean over two seeds would be that of one, without a deviation."""
+    copy = shutil.copytree(small / "DAC" / "seed-0", small / "DAC" / "seed-7")
+    runs, problems = stored_runs.load_runs([small])
+    assert {run.seed for run in runs} == {0, 1}
+    assert [(one.folder, one.state, one.reason) for one in problems] == [
+        (copy, "damaged", "its name says seed 7, and config.toml says 0")
+    ]
+
+
 def test_nodes_that_each_hosted_some_clients_are_one_run(tmp_path, write_run, final_rows, listed):
     """Two nodes of one run, one of them still at work, then done: three clients together, times added up."""
     clusters = [0, 0, 1]

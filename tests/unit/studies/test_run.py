@@ -500,6 +500,22 @@ def test_a_seed_is_not_added_to_runs_of_other_settings_or_data(tmp_path):
     assert load_stored_study(done.folder)[0].seeds == (0, 1)
 
 
+def test_other_data_are_refused_where_the_file_that_describes_them_is_gone(tmp_path):
+    """It is written again, of the new data: finished runs of the old ones would stay beside it."""
+
+    def make(shift):
+        return lambda seed: tiny_federation(seed=seed + shift)
+
+    one = ("rounds=1", 'use_methods=["Solo"]', "methods.Alone.label=Solo")
+    run_study(small("seeds=[0]", *one), out=tmp_path, federation=make(0))
+    (tmp_path / "tiny/federation.json").unlink()
+    with pytest.raises(CheckpointError, match=r"Solo.seed-0 was run with other data"):
+        run_study(small("seeds=[0, 1]", *one), out=tmp_path, federation=make(5))
+    done = run_study(small("seeds=[0, 1]", *one), out=tmp_path, federation=make(0))
+    assert done.summary["seeds"] == [0, 1]
+    assert (tmp_path / "tiny/federation.json").exists()
+
+
 def test_a_table_that_has_changed_is_read_again(tmp_path, monkeypatch):
     """Also by the same process, which may be a notebook."""
     monkeypatch.chdir(tmp_path)
