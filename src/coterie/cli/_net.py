@@ -166,7 +166,7 @@ def sign_member(
         )
     name = name or typer.prompt("The member's name, as agreed with it")
     # Before the certificate is written: a removed member's name is never used again.
-    setup.check_member(folder, name, relay=relay)
+    setup.check_member(folder, name, address, relay=relay)
     if relay:
         identity.split_address(address)  # it is dialed
     certificate = identity.sign_request(folder, request, name, address, days=days)

@@ -10,7 +10,13 @@ from coterie._util.mappings import drop_keys
 from coterie.errors import ConfigError, TransportError
 from coterie.net import head, latecomers, nodefile
 from coterie.net import roster as rosters
-from coterie.net.identity import certificate_name, check_address, load_certificate, sign_request
+from coterie.net.identity import (
+    OUTBOUND,
+    certificate_name,
+    check_address,
+    load_certificate,
+    sign_request,
+)
 from coterie.net.roster import Member, Roster
 from coterie.studies import config
 
@@ -43,16 +49,19 @@ def _load_addresses(path: Path) -> dict[str, str]:
     return known
 
 
-def check_member(folder: Path, name: str, *, relay: bool = False) -> None:
-    """Check that a name was not that of a member that was removed, and is not a relay's, or is.
+def check_member(folder: Path, name: str, address: str = "", *, relay: bool = False) -> None:
+    """Check that a name and an address are free, or are those of this member or relay.
+
+    The name of a member that was removed is not.
 
     Args:
         folder: the organizer's.
         name: the name.
+        address: the address; not checked when "".
         relay: whether it is to be that of a relay.
 
     Raises:
-        ConfigError: when it was.
+        ConfigError: when one of them is not free.
     """
     if name in (load_members(folder) if relay else load_relays(folder)):
         kind = "a member" if relay else "a relay"
@@ -62,6 +71,11 @@ def check_member(folder: Path, name: str, *, relay: bool = False) -> None:
         raise ConfigError(
             f"{name} was removed, and neither names nor ids are used again; agree on another name"
         )
+    # No roster can be written with one address twice, and an entry that was made stays.
+    at = check_address(address) if address else ""
+    for other, known in {**load_members(folder), **load_relays(folder)}.items():
+        if at and known == at != OUTBOUND and other != name:
+            raise ConfigError(f"{other} has the address {at}; agree on another one for {name}")
 
 
 def add_member(folder: Path, name: str, address: str) -> None:

@@ -67,6 +67,25 @@ def test_the_roster_grows_with_each_member_and_names_no_study(folder):
     assert "version 3, is without south" in said
 
 
+def test_an_address_that_another_has_is_refused_before_anything_is_signed(folder):
+    """Else it stays among the organizer's entries, and no roster can be signed any more."""
+    for name in ("east", "west"):
+        coterie("federation", "join", name, "127.0.0.1:7450", "--folder", name)
+    sign = ("federation", "sign", "organizer")
+    said = coterie(*sign, "east/east.csr", "127.0.0.1:7448", "--name", "east")
+    assert said == "south has the address 127.0.0.1:7448; agree on another one for east"
+    said = coterie(*sign, "east/east.csr", "127.0.0.1:7448", "--name", "east", "--relay")
+    assert said.startswith("south has the address")
+    assert not Path("organizer/members/east.pem").exists()
+    assert "has 3 members" in coterie(*sign, "west/west.csr", "127.0.0.1:7450", "--name", "west")
+    again = coterie(*sign, "west/west.csr", "127.0.0.1:7450", "--name", "west")
+    assert "version 4, has 3 members" in again, "its own address is its own"
+    for name in ("first", "second"):  # of members that only dial out there are many
+        coterie("federation", "join", name, "outbound", "--folder", name)
+        said = coterie(*sign, f"{name}/{name}.csr", "outbound", "--name", name)
+    assert "has 5 members" in said
+
+
 def test_a_study_is_proposed_looked_at_and_approved(folder):
     assert "proposed to north, south" in coterie(
         "propose", "study.toml", "--node", "north/node.toml"
