@@ -325,9 +325,8 @@ class Service:
         self._refused: dict[str, tuple[float, str]] = {}  # when, and by which check
         self._pauses: dict[str, float] = {}  # until when a member is asked for no statement
         self._retry_at: dict[str, float] = {}
-        self._warned_at = (
-            0  # the roster's version by which this member's certificate is not the newest
-        )
+        # The roster's version by which this member's certificate is not the newest.
+        self._warned_at = 0
         self._decided: set[str] = set()  # proposals that no rule approves, by digest
         self._node: Node | None = None
         self._running: Entry | None = None
