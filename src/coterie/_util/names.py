@@ -35,6 +35,26 @@ def distinguish_clients(names: Mapping[int, str], clients: Iterable[int]) -> dic
     return shown
 
 
+def shorten_clients(
+    names: Mapping[int, str], clients: Iterable[int], most: int = 24
+) -> dict[int, str]:
+    """Return the name of each client with at most so many characters, which differ from each other.
+
+    Example:
+        >>> names = {0: "St. Olavs hospital, ward A", 1: "St. Olavs hospital, ward B", 2: "Oslo"}
+        >>> shorten_clients(names, names, 16)
+        {0: 'St. Olavs… (0)', 1: 'St. Olavs… (1)', 2: 'Oslo'}
+    """
+    whole = distinguish_clients(names, clients)
+    shown = {client: shorten_text(text, most) for client, text in whole.items()}
+    count = Counter(shown.values())
+    for client, text in shown.items():
+        if count[text] > 1:
+            mark = f" ({client})"
+            shown[client] = shorten_text(whole[client], max(1, most - len(mark))) + mark
+    return shown
+
+
 def format_clients(names: Mapping[int, str], clients: Iterable[int], most: int = 5) -> str:
     """Return the first of some clients, by name where they have one, else by id.
 

@@ -267,10 +267,12 @@ def _build_results_table(
 
     def format_cell(label: str, cluster: str) -> str:
         row, first = cells.get((label, cluster)), leading[cluster]
-        if row is None:
+        # Of a client no seed may have a value.
+        if row is None or not row["seeds"]:
             return "-"
         text = format_number(metric, _nan_if_none(row["mean"]))
-        if row["seeds"] > 1:
+        # A mean that is not known has no deviation.
+        if row["seeds"] > 1 and np.isfinite(_nan_if_none(row["std"])):
             text += f" ±{format_number(metric, _nan_if_none(row['std']))}"
         if row["seeds"] < count[label]:
             text += f" (n {row['seeds']})"
@@ -333,7 +335,8 @@ def _build_gain_table(gains: dict[str, Any], metric: Metric, labels: Sequence[st
             row = by_label[label]
             mean = _format_gain(metric, row, "mean")
             worst = _format_gain(metric, row, "worst_tenth")
-            table.add_row(label, str(row["seeds"]), mean, worst, f"{100 * row['lost']:.0f} %")
+            lost = f"{100 * row['lost']:.0f} %" if np.isfinite(row["lost"]) else DIVERGED.title
+            table.add_row(label, str(row["seeds"]), mean, worst, lost)
     return Group(Text(title, style="italic"), table)
 
 

@@ -20,17 +20,18 @@ import numpy as np
 
 from coterie._util.files import check_replaceable, prepare_file, write_atomically
 from coterie._util.mappings import drop_empty, drop_keys
-from coterie._util.names import format_clients, shorten_text
+from coterie._util.names import format_clients, shorten_clients
 from coterie.functional.metrics import EPSILON, Metric
 from coterie.report.data import build_empty_payload, build_payload
 from coterie.results import by_phase, pairs
+from coterie.results.clients import collect_client_values
 from coterie.results.planted import MOST_CLUSTERS
 from coterie.results.stored_runs import (
     StoredRun,
     UnreadableRun,
     collect_metrics,
-    group_by_label,
     load_runs,
+    merge_client_names,
 )
 from coterie.results.summary import MEANS, describe_new_clients
 from coterie.results.tables import STAR
@@ -239,23 +240,18 @@ def render_client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metr
         return ""
     # Of the seeds that the table above has: both tables are of the same runs.
     chosen = [run for run in runs if run.is_finished and run.seed in data["results"]["seeds"]]
+    found = collect_client_values(chosen, metric.name)
+    called = shorten_clients(merge_client_names(chosen), sorted(set().union(*found.values())))
     body = []
-    for label, group in group_by_label(chosen).items():
-        ids = range(len(names))
-        values = [run.defined_values(metric.name) for run in group]
+    for label, own in found.items():
         cells = []
-        for client in ids:
-            # A seed whose data leave the metric undefined does not count; one in which the model
-            # diverged does: then there is no mean.
-            known = []
-            for own in values:
-                if client in own.index:
-                    known.append(float(own.loc[client]))
-            mean = sum(known) / len(known) if known else math.nan
+        for client in called:
+            values = own.get(client)
+            mean = float(np.mean(values)) if values else math.nan
             shown = mean if math.isfinite(mean) else None
             cells.append(render_cell(shown, metric.format_value(shown)))
         body.append(f'<tr><th scope="row">{escape(label)}</th>{"".join(cells)}</tr>')
-    head = "".join(f'<th scope="col">{escape(shorten_text(name))}</th>' for name in names)
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in called.values())
     caption = (
         f"{metric.heading('test')} of each client, mean over seeds; a dash where a model diverged, "
         "or where it is not defined in any."

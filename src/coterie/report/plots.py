@@ -5,9 +5,11 @@ import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int
@@ -15,11 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, LogFormatter, StrMethodFormatter
 from scipy import sparse
 
 from coterie._util.mappings import map_values
-from coterie._util.names import format_client, shorten_text
+from coterie._util.names import format_client, shorten_clients
 from coterie.errors import ConfigError, DataError
 from coterie.functional.metrics import DIVERGED, LABEL, Metric
 from coterie.report.data.packing import (
@@ -210,8 +212,13 @@ def draw_heatmaps(runs: NamedRuns) -> DrawnFigure:
         is_left = number % ACROSS == 0
         if is_left:
             axes.set(ylabel=row)
+        if largest == 1:
+            # Rows are in the order of clusters: their places are not the ids of clients.
+            ids = FuncFormatter(partial(_format_id, order.tolist()))
+            axes.xaxis.set_major_formatter(ids)
+            axes.yaxis.set_major_formatter(ids)
         if names and len(order) <= MOST_NAMES:
-            ticks = [shorten_text(format_client(names, client), 16) for client in order.tolist()]
+            ticks = list(shorten_clients(names, order.tolist(), 16).values())
             axes.set_xticks(range(len(order)), ticks, rotation=90, fontsize=5)
             axes.set_yticks(range(len(order)), ticks if is_left else [], fontsize=5)
         tables.append(_list_reads(name, image if largest > 1 else count, largest))
@@ -222,6 +229,12 @@ def draw_heatmaps(runs: NamedRuns) -> DrawnFigure:
         shrink=0.8,
     )
     return figure, _add_client_names(pd.concat(tables, ignore_index=True), names)
+
+
+def _format_id(order: Sequence[int], place: float, _: int | None = None) -> str:
+    """Return the id of the client at a place of an axis; "" between two of them."""
+    at = round(place)
+    return str(order[at]) if at == place and 0 <= at < len(order) else ""
 
 
 def _bin_reads(
@@ -260,10 +273,14 @@ def draw_bars(runs: NamedRuns, *, metric: str | None = None, cluster: str = "all
     shown = choose_metric(runs, metric)
     table = _build_final_table(runs, shown.name, cluster)
     kinds = {name: group[0].method_kind for name, group in group_by_name(runs).items()}
-    bands, others = [], []
+    bands, others, across = [], [], set()
     for row in zip(table["method"], table["mean"], table["std"], strict=True):
-        # Random and Oracle bound what peers can give: they are drawn across.
-        (bands if kinds[row[0]] in ("random", "oracle") else others).append(row)
+        # Random and Oracle bound what peers can give: they are drawn across. A second one of a kind
+        # would have the looks of the first.
+        kind = kinds[row[0]]
+        is_band = kind in ("random", "oracle") and kind not in across
+        across.add(kind)
+        (bands if is_band else others).append(row)
     figure, axes = make_single_figure()
     scale = shown.scale
     for place, (_, mean, spread) in enumerate(others):
@@ -274,7 +291,8 @@ def draw_bars(runs: NamedRuns, *, metric: str | None = None, cluster: str = "all
         _note_undefined(axes, place, mean)
     for name, mean, spread in bands:
         # A hatch of its own, since colors of bands are alike in gray.
-        color, hatch = (COLORS[2], "///") if kinds[name] == "oracle" else (COLORS[4], "...")
+        # The last colors: those of methods begin at the first.
+        color, hatch = (COLORS[7], "///") if kinds[name] == "oracle" else (COLORS[6], "...")
         half = _scale_deviation(scale, spread) or 0.0
         low, high = scale * mean - half, scale * mean + half
         axes.axhspan(
@@ -320,10 +338,11 @@ def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFi
                 done.append(run.defined_values(shown.name))
         if not done:
             continue
-        ids, cluster = done[0].index.to_numpy(np.int64), group[0].client_clusters
-        # Mean over seeds, client by client; NaN where a seed lacks the client.
-        values = np.mean([series.reindex(ids).to_numpy(float) for series in done], axis=0)
-        planted = cluster.reindex(ids).to_numpy()
+        # Mean over the seeds in which a client has a value; NaN where its model diverged in one.
+        means = pd.concat([one.fillna(np.inf) for one in done], axis=1).mean(axis=1).sort_index()
+        ids, values = means.index.to_numpy(np.int64), means.to_numpy(float)
+        values = np.where(np.isinf(values), np.nan, values)
+        planted = pad_planted_clusters(group, int(ids.max()) + 1)[ids]
         names = load_cluster_names(group[0].folder.parent.parent, map(int, np.unique(planted)))
         # Of many clients a sample of each cluster; the table has all.
         drawn = np.isin(np.arange(len(ids)), sample_clients(planted, MOST_CLIENTS))
@@ -336,11 +355,12 @@ def draw_client_strips(runs: NamedRuns, *, metric: str | None = None) -> DrawnFi
             fits = len(names) <= MOST_CLUSTERS
             label = names[c] if fits and c >= 0 and c not in named else None
             named.add(c)
+            style = select_style(number)
             axes.plot(
                 place + jitter,
                 shown.scale * values[mine],
-                MARKS[number % 8],
-                color=COLORS[number % 8],
+                style["marker"],
+                color=style["color"],
                 ms=3 if drawn.all() else 1.5,
                 alpha=0.8,
                 label=label,
@@ -415,16 +435,16 @@ def draw_graphs(runs: NamedRuns, *, peers: int = 3, after: str | None = None) ->
         if len(shown) < len(cluster):
             drawn = np.union1d(shown, top[times > 0])
         for number, c in enumerate(np.unique(cluster)):
-            mine = drawn[cluster[drawn] == c]
+            mine, style = drawn[cluster[drawn] == c], select_style(number)
             axes.plot(
                 x[mine],
                 y[mine],
-                MARKS[number % 8],
-                color=COLORS[number % 8],
+                style["marker"],
+                color=style["color"],
                 ms=4 if len(shown) == len(cluster) else 2,
                 zorder=2,
             )
-        shown_names = names if len(cluster) <= MOST_NAMES else {}
+        shown_names = shorten_clients(names, names, 16) if len(cluster) <= MOST_NAMES else {}
         for client, client_name in shown_names.items():
             # Text reads from left to right on both sides of the circle, and leads away from it.
             side, turned = "left", math.degrees(angle[client])
@@ -433,7 +453,7 @@ def draw_graphs(runs: NamedRuns, *, peers: int = 3, after: str | None = None) ->
             axes.text(
                 1.08 * x[client],
                 1.08 * y[client],
-                shorten_text(client_name, 16),
+                client_name,
                 fontsize=5,
                 ha=side,
                 va="center",
@@ -458,8 +478,10 @@ def draw_label_bars(runs: NamedRuns) -> DrawnFigure:
         found_clusters = list(map(int, np.unique(found[np.isfinite(found)])))
         bottom = np.zeros(len(found_clusters))
         for number, column in enumerate(columns):
-            # Above 8 clusters the palette would repeat: matplotlib's has 10.
-            color = COLORS[number % 8] if len(columns) <= 8 else f"C{number % 10}"
+            # Above 8 clusters the palette would repeat: this one of matplotlib has 20.
+            color = COLORS[number] if len(columns) <= 8 else f"C{number % 10}"
+            if len(columns) > 10:
+                color = mpl.colormaps["tab20"](number % 20)
             height = np.zeros(len(found_clusters))
             for place, g in enumerate(found_clusters):
                 height[place] = content[found == g, number].sum()
@@ -574,8 +596,10 @@ def _sum_reads(group: Sequence[StoredRun], start: int = 0) -> Any:
 def pad_planted_clusters(group: Sequence[StoredRun], population: int) -> np.ndarray:
     """Return the planted cluster of each client of a population, -1 when it is unknown."""
     cluster = np.full(population, -1)
-    # Other seeds may name more clients than the first one, whose clusters it does not know.
-    cluster[: group[0].population] = group[0].planted_clusters
+    for run in reversed(group):
+        # Other seeds may name more clients than the first one, whose clusters it does not know.
+        own = run.planted_clusters[:population]
+        cluster[: len(own)] = np.where(own < 0, cluster[: len(own)], own)
     return cluster
 
 

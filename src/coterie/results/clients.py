@@ -1,18 +1,16 @@
 """The final results of each client: what each of a few hospitals wants to know of a study."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from coterie._util.names import distinguish_clients
 from coterie.results.selection import select_compared_runs
 from coterie.results.stored_runs import (
     StoredRun,
     UnreadableRun,
-    group_by_label,
     load_runs,
     main_metric,
     merge_client_names,
@@ -39,41 +37,54 @@ def compute_client_rows(
     Returns:
         Rows like those of a summary, over the same seeds: `method` (the kind), `label`, `client`
         (the id), `cluster` (here the client's name, with the id where several look alike;
-        "client 7" without a name), `metric`, `mean` and `std` over seeds, and `seeds`. The mean is
-        None where the client has no finite value with some seed.
+        "client 7" without a name), `metric`, `mean` and `std` over seeds, and `seeds`: how many
+        they are over. A seed without the client, or whose test samples leave its metric undefined,
+        does not count; where none counts, and where its model diverged in one, the mean is None.
     """
     chosen = select_compared_runs(runs, problems)
     if not chosen:
         return []
     metric = metric or main_metric(chosen)
     names = merge_client_names(chosen)
-    tables = {}
-    for label, group in group_by_label(chosen).items():
-        # Clients x seeds; a client that is missing in a run has NaN there.
-        values = pd.concat([run.final_values(metric) for run in group], axis=1).sort_index()
-        tables[label] = group, values
-    known = set()
-    for _, values in tables.values():
-        known |= set(map(int, values.index))
-    ids = sorted(known)
-    shown = distinguish_clients(names, ids)
+    found = collect_client_values(chosen, metric)
+    shown = distinguish_clients(names, sorted(set().union(*found.values())))
+    kinds = {run.label: run.method_kind for run in chosen}
     rows = []
-    for label, (group, table) in tables.items():
-        for client, values in zip(table.index, table.to_numpy(float), strict=True):
-            mean, deviation = mean_std_over_seeds(values)
+    for label, by_client in found.items():
+        for client, values in sorted(by_client.items()):
+            mean = deviation = None
             # A summary is JSON, which has no NaN.
-            if not np.isfinite(mean):
-                mean = deviation = None
+            if values and np.isfinite(values).all():
+                mean, deviation = mean_std_over_seeds(np.array(values))
             rows.append(
                 {
-                    "method": group[0].method_kind,
+                    "method": kinds[label],
                     "label": label,
-                    "client": int(client),
-                    "cluster": shown[int(client)],
+                    "client": client,
+                    "cluster": shown[client],
                     "metric": metric,
                     "mean": mean,
                     "std": deviation,
-                    "seeds": len(group),
+                    "seeds": len(values),
                 }
             )
     return rows
+
+
+def collect_client_values(
+    runs: Iterable[StoredRun], metric: str
+) -> dict[str, dict[int, list[float]]]:
+    """Return the final values of each client with the seeds that count, by label and client.
+
+    A seed without the client, or whose test samples leave its metric undefined, does not count; in
+    one in which its model diverged the value is not finite.
+    """
+    found: dict[str, dict[int, list[float]]] = {}
+    for run in runs:
+        own = found.setdefault(run.label, {})
+        defined = run.defined_values(metric)
+        for client in run.final_values(metric).index:
+            values = own.setdefault(int(client), [])
+            if client in defined.index:
+                values.append(float(defined.loc[client]))
+    return found

@@ -184,7 +184,7 @@ def describe_method(run: StoredRun) -> dict[str, Any]:
 
 
 def compare_methods(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[pairs.Pair]:
-    """Compare methods in pairs by the main metric per cluster, by others over all clients.
+    """Compare methods in pairs by the main metrics per cluster, by others over all clients.
 
     Args:
         runs: the compared runs of a study.
@@ -192,15 +192,18 @@ def compare_methods(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list
     """
     if not runs:
         return []
-    known, main = collect_metrics(runs), main_metric(runs)
+    known, measured = collect_metrics(runs), _list_result_metrics(runs)
+    # The terminal's tables are of the first main metric that was tested, which need not have been
+    # validated, as the concordance.
+    main = {main_metric(runs), known.choose_main(measured)}
     overlap = compute_seed_overlap(runs[0])
     planted = join_clusters(runs)
     # Other metrics are compared over all clients alone: more pairs would weaken the correction.
     unknown = forget_clusters(planted)
     out = []
-    for metric in dict.fromkeys([main, *_list_result_metrics(runs)]):
+    for metric in dict.fromkeys([main_metric(runs), *measured]):
         if known[metric].sign:
-            groups = planted if metric == main else unknown
+            groups = planted if metric in main else unknown
             values = _collect_values(runs, metric)
             out += pairs.compare_pairs(values, groups, known[metric], names, overlap)
     return out

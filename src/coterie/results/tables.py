@@ -41,18 +41,26 @@ class TextTable:
 
 def format_markdown(table: TextTable) -> str:
     """Return a table as a Markdown table, numbers to the right."""
-    lines = [[text.replace("|", "\\|") for text in table.head]]
+    lines = [list(map(_escape_markdown, table.head))]
     # First column left, numbers right.
     lines.append(["---", *["---:"] * (len(table.head) - 1)])
     for i, row in enumerate(table.rows):
         cells = []
         for j, text in enumerate(row):
-            # A bar would end the cell, a star would begin emphasis.
-            escaped = text.replace("|", "\\|").replace("*", "\\*")
+            escaped = _escape_markdown(text)
             cells.append(f"**{escaped}**" if (i, j) in table.strong else escaped)
         lines.append(cells)
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"{text}\n\n{table.foot}\n" if table.foot else f"{text}\n"
+    # A star at the beginning of a line would begin a list.
+    foot = table.foot.replace("*", "\\*", 1) if table.foot.startswith("*") else table.foot
+    return f"{text}\n\n{foot}\n" if foot else f"{text}\n"
+
+
+def _escape_markdown(text: str) -> str:
+    # A bar would end the cell, a star would begin emphasis.
+    escaped = re.sub(r"[|*]", r"\\\g<0>", " ".join(text.splitlines()))
+    # A tag would vanish, but for one in code.
+    return re.sub(r"(`[^`]*`)|<(?=[A-Za-z/!?])", lambda found: found[1] or r"\<", escaped)
 
 
 SPECIAL = {

@@ -2,6 +2,7 @@ from coterie._util.names import (
     distinguish_clients,
     format_client,
     format_clients,
+    shorten_clients,
     shorten_text,
     to_one_line,
 )
@@ -45,3 +46,12 @@ def test_a_text_is_cut_to_its_length_with_the_ellipsis():
 
 def test_what_a_terminal_would_obey_is_gone():
     assert to_one_line("Oslo\nLima\x1b[31m\tQuito ") == "Oslo Lima [31m Quito"
+
+
+def test_names_that_are_one_when_they_are_cut_keep_the_ids_of_their_clients():
+    names = {0: "University hospital, ward A", 1: "University hospital, ward B", 2: "Oslo"}
+    shown = shorten_clients(names, range(4), 16)
+    assert shown == {0: "University… (0)", 1: "University… (1)", 2: "Oslo", 3: "client 3"}
+    # Names that are the same as a whole have their id at an end that is cut.
+    twins = shorten_clients({0: "x" * 30, 1: "x" * 30}, range(2), 16)
+    assert twins == {0: "x" * 11 + "… (0)", 1: "x" * 11 + "… (1)"}

@@ -308,3 +308,15 @@ def test_clients_that_diverged_are_called_by_their_names(tmp_path):
         "local, seed 0: 2 clients diverged (their loss became NaN or infinite): Oslo [bold], مستشفى"
     )
     assert expected in lines(text)
+
+
+def test_a_method_that_diverged_has_no_share_of_clients_that_lost():
+    nan = float("nan")
+    row = {"label": "DAC", "seeds": 2}
+    for name in ("mean", "worst_tenth", "lost"):
+        row |= {name: nan, f"{name}_low": None, f"{name}_high": None}
+    console = Console(file=io.StringIO(), width=80)
+    gains = {"baseline": "Local", "confidence": 0.95, "rows": [row]}
+    console.print(_display._build_gain_table(gains, ACCURACY, ["DAC"]))
+    last = console.file.getvalue().splitlines()[-1].split()
+    assert last == ["DAC", "2", "diverged", "diverged", "diverged"]

@@ -1,5 +1,6 @@
 import base64
 import json
+import re
 import zlib
 from dataclasses import asdict
 from pathlib import Path
@@ -520,3 +521,59 @@ def test_tests_of_newcomers_are_no_curve(tmp_path, write_run, final_rows):
     found = build_payload(*load_runs([tmp_path / "s"]))["curves"]
     assert [one["split"] for one in found] == ["validation"]
     np.testing.assert_allclose(unpack(found[0]["mean"])[0], [0, 0.1, 0.2], atol=1e-5)
+
+
+def test_charts_are_of_the_seeds_with_the_clients_of_the_first(write_run, final_rows, tmp_path):
+    """Seed 1 has a third client: charts have a place for two, a note says so, and costs are of both seeds."""
+    for seed, clusters in ((0, [0, 1]), (1, [1, 0, 0])):
+        rows = final_rows([0.5 + 0.1 * seed] * len(clusters), clusters)
+        for r in (0, 1):
+            for c, cluster in enumerate(clusters):
+                rows.append((r, c, cluster, "train", "current", "label", float(cluster)))
+                rows.append((r, c, cluster, "validation", "current", "accuracy", 0.1 * c + 0.5 * r))
+        write_run(
+            tmp_path / "s" / "A" / f"seed-{seed}", kind="ifca", label="A", seed=seed, metrics=rows
+        )
+    data = build_payload(*load_runs([tmp_path / "s"]))
+    assert data["cluster"] == [0, 1]
+    assert unpack(data["labels"][0]["label"]).tolist() == [[0, 1], [0, 1]]
+    assert unpack(data["clients"]["curves"][0]["values"]) == pytest.approx(
+        np.array([[0.0, 0.1], [0.5, 0.6]]), abs=1e-4
+    )
+    (note,) = data["notes"]
+    assert "those of seed 0: with seed 1 other clients take part" in note
+    assert data["results"]["rows"][0]["seeds"] == 2
+    assert data["cost"][0]["seeds"] == 2
+
+
+def test_the_curve_of_a_node_is_in_the_place_of_its_client(write_run, tmp_path):
+    """Client 0 of three is hosted here, and reads client 2: the page has a place for each of them."""
+    losses = [3.0, 2.0, 1.0]
+    rows = [(r, 0, -1, "validation", "current", "loss", loss) for r, loss in enumerate(losses)]
+    write_run(
+        tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows,
+        edges=[(0, 0, 2, "mix", 0.5, 100)], done=False,
+    )  # fmt: skip
+    data = build_payload(*load_runs([tmp_path / "s"]))
+    values = unpack(data["clients"]["curves"][0]["values"])
+    assert values.shape == (3, len(data["cluster"])) == (3, 3)
+    assert values[:, 0] == pytest.approx(losses, abs=1e-4)
+    assert np.isnan(values[:, 1:]).all()
+
+
+def test_clients_whose_names_are_one_when_they_are_cut_are_columns_of_their_own(
+    write_run, final_rows, listed, tmp_path
+):
+    folder = write_run(
+        tmp_path / "s" / "A" / "seed-0", kind="local", label="A", seed=0,
+        metrics=final_rows([0.25, 0.75], [-1, -1]),
+    )  # fmt: skip
+    stored = json.loads((folder / "provenance.json").read_text())
+    names = {str(i): f"University hospital, Trondheim, ward {i}" for i in range(2)}
+    (folder / "provenance.json").write_text(json.dumps({**stored, "client_names": names}))
+    listed(folder)
+    runs, _ = load_runs([tmp_path / "s"])
+    page = render_overview(build_payload(runs), runs)
+    heads = re.findall('<th scope="col">([^<]*)', page.partition("by-client")[2])
+    assert heads[1:3] == ["University hospital… (0)", "University hospital… (1)"]
+    assert re.findall('data-value="([^"]*)"', page.partition("by-client")[2]) == ["0.25", "0.75"]

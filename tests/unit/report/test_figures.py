@@ -634,3 +634,61 @@ def test_single_clients_are_not_averaged_over_seeds_that_plant_other_clusters(
     # A mean over clients is of both.
     table = numbers(figures.plot([tmp_path / "s"], "bars", out=tmp_path / "b.svg"))
     assert table["seeds"].tolist() == [2]
+
+
+def test_strips_have_the_clients_of_all_seeds(tmp_path, write_run, final_rows):
+    """Client 2 is there with seed 1 alone, and counts: (.6 + .6 + .9) / 3 is the mean that is drawn."""
+    for seed, values in ((0, [0.5, 0.5]), (1, [0.7, 0.7, 0.9])):
+        write_run(
+            tmp_path / "s" / "A" / f"seed-{seed}", kind="local", label="A", seed=seed,
+            metrics=final_rows(values, [-1] * len(values)),
+        )  # fmt: skip
+    found = [("A", run) for run in load_runs([tmp_path / "s"])[0]]
+    drawn, table = plots.draw_client_strips(found)
+    assert table["accuracy"].tolist() == pytest.approx([0.6, 0.6, 0.9])
+    assert drawn.axes[0].lines[-1].get_ydata() == pytest.approx([70, 70])
+
+
+def test_clusters_beyond_the_colors_have_marks_of_their_own(tmp_path, write_run, final_rows):
+    """Ten planted clusters and eight colors: no two look alike in the strips, nor in the bars of labels."""
+    clusters = list(range(10))
+    rows = final_rows([0.5] * 10, clusters)
+    rows += [(1, c, c, "train", "current", "label", float(c % 3)) for c in clusters]
+    rows += [(1, 9 + c, 9 + c, "train", "current", "label", 0.0) for c in (1, 2)]
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="ifca", label="A", seed=0, metrics=rows)
+    found = [("A", run) for run in load_runs([tmp_path / "s"])[0]]
+    points = [
+        one
+        for one in plots.draw_client_strips(found)[0].axes[0].lines
+        if one.get_marker() != "None"
+    ]
+    assert len(points) == len({(one.get_marker(), one.get_color()) for one in points}) == 10
+    bars = plots.draw_label_bars(found)[0].axes[0].containers
+    assert len(bars) == len({one.patches[0].get_facecolor() for one in bars}) == 12
+
+
+def test_the_axes_of_a_heatmap_have_the_ids_of_clients(tmp_path, write_run, final_rows):
+    """Clients 0 and 2 are of cluster 1, so that rows are in the order 1, 3, 0, 2."""
+    write_run(
+        tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0,
+        metrics=final_rows([0.5] * 4, [1, 0, 1, 0]), edges=[(0, 2, 1, "mix", 0.5, 10)],
+    )  # fmt: skip
+    found = [("A", run) for run in load_runs([tmp_path / "s"])[0]]
+    axes = plots.draw_heatmaps(found)[0].axes[0]
+    # The one read is that of client 2, in the last row, of client 1, in the first column.
+    assert np.argwhere(axes.images[0].get_array()).tolist() == [[3, 0]]
+    for axis in (axes.xaxis, axes.yaxis):
+        shown = [axis.get_major_formatter()(place) for place in (0, 1, 2, 3, 0.5, 4)]
+        assert shown == ["1", "3", "0", "2", "", ""]
+
+
+def test_a_second_random_is_no_band_with_the_looks_of_the_first(tmp_path, write_run, final_rows):
+    for label in ("Random", "Random of 5"):
+        write_run(
+            tmp_path / "s" / label / "seed-0", kind="random", label=label, seed=0,
+            metrics=final_rows([0.5], [-1]),
+        )  # fmt: skip
+    found = [(run.label, run) for run in load_runs([tmp_path / "s"])[0]]
+    axes = plots.draw_bars(found)[0].axes[0]
+    assert axes.get_legend_handles_labels()[1] == ["Random"]
+    assert [one.get_text() for one in axes.get_xticklabels()] == ["Random of 5"]

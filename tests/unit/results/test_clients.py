@@ -84,3 +84,29 @@ def test_a_dozen_named_clients_are_shown_and_more_when_asked_for(tmp_path, clien
     assert "of each client: one seed" in asked
     listed = CliRunner().invoke(app, ["show", folder, "--clients", "--json"]).output
     assert json.loads(listed) == {"tiny": rows}
+
+
+def test_a_client_that_is_not_there_with_a_seed_has_not_diverged(tmp_path, write_run, final_rows):
+    """Client 2 is there with seed 1 alone; of client 1 seed 0 leaves the AUROC undefined."""
+    nan = float("nan")
+    for seed, accuracy, auroc in (
+        (0, [0.5, 0.5], [0.6, nan]),
+        (1, [0.7, 0.7, 0.9], [0.8, 0.4, nan]),
+    ):
+        clusters = [-1] * 3
+        write_run(
+            tmp_path / f"small/Local/seed-{seed}", kind="local", label="Local", seed=seed,
+            metrics=final_rows(accuracy, clusters) + final_rows(auroc, clusters, metric="auroc")
+            + final_rows([1.0] * len(accuracy), clusters, metric="loss"),
+        )  # fmt: skip
+    study = tmp_path / "small"
+    (study / "config.toml").write_text(STUDY.replace("[0]", "[0, 1]").replace("tiny", "small"))
+
+    def found(metric):
+        return [(row["mean"], row["seeds"]) for row in load_client_rows(study, metric)]
+
+    assert found("accuracy") == [(pytest.approx(0.6), 2), (pytest.approx(0.6), 2), (0.9, 1)]
+    assert found("auroc") == [(pytest.approx(0.7), 2), (0.4, 1), (None, 0)]
+    lines = CliRunner().invoke(app, ["show", str(study), "--clients"]).output
+    assert "diverged" not in lines
+    assert "90.0 (n 1)" in lines

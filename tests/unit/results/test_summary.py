@@ -180,3 +180,21 @@ def test_clusters_with_a_name_that_means_something_else_are_told_by_number(small
     found = summary.summarize_study(small)
     names = {pair["cluster"] for pair in found["pairs"]}
     assert names == {"north (cluster 0)", "north (cluster 1)", "all", "clusters"}
+
+
+def test_the_metric_of_the_tables_is_compared_in_each_cluster(tmp_path, write_run, final_rows):
+    """The concordance was tested alone, and the loss was validated too: tables show the first, by cluster."""
+    for label, values in {"A": ([0.6, 0.9], [0.62, 0.9]), "B": ([0.5, 0.9], [0.53, 0.9])}.items():
+        for seed, own in enumerate(values):
+            rows = final_rows(own, [0, 1], metric="concordance")
+            rows += final_rows([1.0, 1.0], [0, 1], metric="loss")
+            rows += [(1, c, c, "validation", "current", "loss", 1.0) for c in (0, 1)]
+            write_run(
+                tmp_path / "s" / label / f"seed-{seed}", kind="local", label=label, seed=seed,
+                metrics=rows,
+            )  # fmt: skip
+    found = summary.summarize_study(tmp_path / "s")["pairs"]
+    differences = {p["cluster"]: p["difference"] for p in found if p["metric"] == "concordance"}
+    # (.1 + .09) / 2 in cluster 0, nothing in cluster 1.
+    assert differences == pytest.approx({"0": 0.095, "1": 0.0, "all": 0.0475, "clusters": 0.0475})
+    assert "0" in {p["cluster"] for p in found if p["metric"] == "loss"}

@@ -76,3 +76,14 @@ def test_a_column_over_fewer_seeds_says_so():
     table = tables.build_means_table([north, own], [], ACCURACY, "t", {})
     assert table.rows[0][:3] == ["A", "4", "25.00 (n 1)"]
     assert "(n" not in table.rows[0][3]
+
+
+def test_names_of_clusters_stay_text_in_markdown():
+    """Tags would vanish, so that two clusters had one name; a p value and an ordinary name stay as they are."""
+    head = ("method", "<b>A</b>", "ward_1", "*x*", "two\nlines")
+    lines = format_markdown(TextTable("t", head, [("Fed_avg (2)", "<0.001", "`<n>`")])).splitlines()
+    assert lines[0] == r"| method | \<b>A\</b> | ward_1 | \*x\* | two lines |"
+    assert lines[2] == "| Fed_avg (2) | <0.001 | `<n>` |"
+    # A star at the beginning of a line is a list.
+    foot = format_markdown(TextTable("t", ("a",), [("1*",)], tables.SAME)).splitlines()[-1]
+    assert foot == r"\* cannot be distinguished from the best of its column."

@@ -15,7 +15,7 @@ page.views.push({
     const state = kept("clients", { what: "final", client: null });
     const detail = h("div", { id: "client-detail", tabindex: "-1" });
     const of = (what, method, place) => (what === "final" ? values : gains)[method * clients + place];
-    const methods = data.methods.map((m, i) => i).filter((m) => Number.isFinite(values[m * clients]));
+    const methods = data.methods.map((m, i) => i).filter((m) => ids.some((_, place) => Number.isFinite(values[m * clients + place])));
     const baseline = data.clients.baseline;
     const planted = data.clusters.length > 0;
     const groups = listed(data);
@@ -47,7 +47,7 @@ page.views.push({
     strip.drawn = chart(strip, {
       height: 400,
       alt: `Strip plot of the test ${metric.title} of each client. ${methods.map((m) => {
-        const own = ids.map((_, place) => of("final", m, place));
+        const own = ids.map((_, place) => of("final", m, place)).filter(Number.isFinite);
         return `${data.methods[m].label}: from ${show(Math.min(...own), metric)} to ${show(Math.max(...own), metric)}`;
       }).join("; ")}`,
       caption: `Each point is a client (mean over seeds), each bar the mean over clients${groups.length ? "; color and shape by planted cluster" : ""}. Click a point to see the client.`,
@@ -134,7 +134,7 @@ function drawClient(root, data, client, at, clients) {
       option: () => ({
         grid: { left: 110, right: 24, top: 10, bottom: 40 },
         xAxis: axis("times used", { type: "value", minInterval: 1 }),
-        yAxis: axis("", { type: "category", inverse: true, data: own.map(([p]) => brief(clientName(data, p), 16)), splitLine: { show: false } }),
+        yAxis: axis("", { type: "category", inverse: true, data: own.map(([p]) => briefClient(data, p, 16)), splitLine: { show: false } }),
         tooltip: { ...tooltipStyle(), trigger: "item", formatter: (e) => `${escapeText(withCluster(data, own[e.dataIndex][0]))}: ${e.value}` },
         series: [{ type: "bar", data: own.map(([p, t]) => ({ value: t, itemStyle: { color: clusterColor(data.cluster[p]) } })), barMaxWidth: 18 }],
       }),

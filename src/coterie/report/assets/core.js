@@ -56,7 +56,7 @@ function show(value, metric = PLAIN, signed = false) {
 }
 
 /* A value on an axis, with its unit. */
-const tick = (metric) => (v) => (metric.digits === null ? `${metric.scale * v}` : `${Math.round(metric.scale * v)}`) + (metric.unit ? ` ${metric.unit}` : "");
+const tick = (metric) => (v) => `${Number((metric.scale * v).toPrecision(6))}` + (metric.unit ? ` ${metric.unit}` : "");
 
 function bytes(count) {
   const units = ["B", "kB", "MB", "GB", "TB"];
@@ -79,6 +79,20 @@ const clientName = (data, id) => (!named(data, id) ? `client ${id}`
 function brief(text, most = 20) {
   const signs = Array.from(text);
   return signs.length <= most ? text : `${signs.slice(0, most - 1).join("").trimEnd()}…`;
+}
+/* A client's name, cut; with its id where the names of several clients are then the same. */
+function briefClient(data, id, most) {
+  page.briefs ??= new WeakMap();
+  if (!page.briefs.has(data)) page.briefs.set(data, new Map());
+  const known = page.briefs.get(data);
+  if (!known.has(most)) {
+    const counts = new Map();
+    data.cluster.forEach((_, i) => { const text = brief(clientName(data, i), most); counts.set(text, (counts.get(text) ?? 0) + 1); });
+    known.set(most, counts);
+  }
+  const text = brief(clientName(data, id), most);
+  const mark = ` (${id})`;
+  return known.get(most).get(text) > 1 ? brief(clientName(data, id), most - mark.length) + mark : text;
 }
 
 /* The planted clusters that views show one by one: all, or none where they are too many (MOST_CLUSTERS of planted.py). */

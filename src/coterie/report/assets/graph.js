@@ -78,7 +78,7 @@ function drawGraph(root, data, methods) {
         force: { repulsion: 40, edgeLength: [20, 120], gravity: 0.12, layoutAnimation: false },
         edgeSymbol: ["none", clients <= 60 ? "arrow" : "none"], edgeSymbolSize: 6,
         data: drawnIds.map((i) => ({
-          id: String(i), name: named(data, i) ? brief(clientName(data, i), 16) : String(i), x: Math.cos(angle[i]), y: Math.sin(angle[i]), symbol: markOf(groups[i]),
+          id: String(i), name: named(data, i) ? briefClient(data, i, 16) : String(i), x: Math.cos(angle[i]), y: Math.sin(angle[i]), symbol: markOf(groups[i]),
           symbolSize: radius * (0.8 + Math.min(1.2, inDegree[i] / (3 * state.peers))),
           itemStyle: { color: clusterColor(groups[i]), borderColor: css("--page"), borderWidth: 1 },
           label: { show: clients <= 40, color: css("--text"), fontSize: 11, position: "right" },
@@ -109,7 +109,7 @@ function drawGraph(root, data, methods) {
     `Of ${clients} clients a sample of ${Math.ceil(ids.length / step)} is shown with the peers that they used most; the communities are those of all.`) : "", box);
   drawn = chart(box, {
     height: Math.min(620, Math.max(300, box.clientWidth)), alt: "", option,
-    caption: "Each client and its most used peers over the whole run, all seeds together. Size: how many clients use it; shape and color: group. Drag to move, scroll to zoom; or arrows, + and −, and 0 for the whole.",
+    caption: `Each client and its most used peers over the whole run, all seeds together${clients <= 60 ? "; an arrow leads from a client to one whose model it used" : ""}. Size: how many clients use it; shape and color: group. Drag to move, scroll to zoom; or arrows, + and −, and 0 for the whole.`,
   });
   drawn.draw();
   if (listed(data).length) {

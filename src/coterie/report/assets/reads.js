@@ -8,7 +8,7 @@ function heatmapOf(data, reads, title) {
   const canvas = h("canvas", { width: side, height: side, role: "img", tabindex: "0" });
   const readout = h("p", { class: "readout", "aria-live": "polite" }, " ");
   const apart = !data.clusters.length && data.names && side <= 30 && side === data.cluster.length; // then clients are named
-  const sizes = apart ? members.map(([client]) => ({ name: brief(clientName(data, client), 30), whole: clientName(data, client), cells: 1 }))
+  const sizes = apart ? members.map(([client]) => ({ name: briefClient(data, client, 30), whole: clientName(data, client), cells: 1 }))
     : listed(data).map((c) => ({ name: c.name, cells: members.filter((m) => data.cluster[m[0]] === c.id).length }));
   const unknown = side - sizes.reduce((total, c) => total + c.cells, 0); // a node knows its own clients' clusters alone
   if (sizes.length && unknown > 0) sizes.unshift({ name: "not known", cells: unknown });

@@ -9,6 +9,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from coterie.report.data.curves import build_client_data, build_curves
 from coterie.report.data.packing import sample_clients
 from coterie.report.data.reads import build_labels, build_reads
 from coterie.results import pairs, tables
-from coterie.results.coverage import describe_coverage, describe_skipped_rounds
+from coterie.results.coverage import describe_coverage, describe_skipped_rounds, format_seed_ranges
 from coterie.results.equal_budget import EqualBudget, rank_runs
 from coterie.results.gains import compute_gains
 from coterie.results.pairs import Pair
@@ -64,10 +65,13 @@ def build_payload(
     if folder != runs[0].folder:
         home = folder
     metric = main_metric(runs)
-    population = max(run.population for run in runs)
+    groups, drawn = group_by_label(runs), select_charted_runs(runs, problems)
+    alike, unlike = _select_alike_runs(groups, drawn)
+    # Seeds that are not drawn may have more clients, which no chart has a place for.
+    population = max(run.population for run in chain.from_iterable(alike.values()))
     cluster = np.full(population, -1)
     # Tables of other runs may name more clients, whose clusters are not known.
-    cluster[: runs[0].population] = runs[0].planted_clusters
+    cluster[: drawn[0].population] = drawn[0].planted_clusters
     # A single cluster is the same as none.
     if len(np.unique(cluster[cluster >= 0])) < 2:
         cluster[:] = -1
@@ -75,9 +79,7 @@ def build_payload(
     clusters = []
     for c, name in names.items():
         clusters.append({"id": c, "name": name, "size": int((cluster == c).sum())})
-    groups = group_by_label(runs)
-    alike = _select_alike_runs(groups, select_charted_runs(runs, problems))
-    client_names = merge_client_names(runs)
+    client_names = merge_client_names(chain.from_iterable(alike.values()))
     called = list(map(client_names.get, range(population)))
     results = summarize_runs(runs, folder, problems)
     rankings = [rank_runs(runs, problems, folder, whole=results)]
@@ -107,13 +109,16 @@ def build_payload(
             "cluster": cluster.tolist(),
             "names": called if client_names else None,
             "results": results,
-            "notes": [*describe_coverage(results), *describe_skipped_rounds(results)],
+            "notes": [*describe_coverage(results), *describe_skipped_rounds(results), *unlike],
             "pairs": compared,
             "gains": compute_gains(runs, problems),
             "curves": build_curves(alike, cluster, list(names)),
             "reads": build_reads(alike, cluster),
             "labels": build_labels(alike, cluster),
-            "cost": compute_costs(alike, metric),
+            # Over clients alone, whatever their clusters.
+            "cost": compute_costs(
+                {label: group_by_label(drawn).get(label, []) for label in groups}, metric
+            ),
             "equal": list(map(_describe_ranking, rankings)),
             "provenance": list(map(_describe_provenance, runs)),
             "clients": build_client_data(alike, metric, cluster),
@@ -126,18 +131,34 @@ def build_payload(
 
 def _select_alike_runs(
     groups: Mapping[str, Sequence[StoredRun]], drawn: Sequence[StoredRun]
-) -> dict[str, list[StoredRun]]:
-    """Select the drawn runs of each method whose clients have the clusters of the first run.
+) -> tuple[dict[str, list[StoredRun]], list[str]]:
+    """Select the drawn runs of each method whose clients have the clusters of the first of them.
 
-    Only these can share a picture that is drawn by cluster.
+    Only these can share a picture of single clients, or one that is drawn by cluster.
+
+    Returns:
+        The runs by label, and a note on the seeds that are left out, if there are any.
     """
-    truth = next(iter(groups.values()))[0].client_clusters
+    truth = drawn[0].client_clusters
     alike: dict[str, list[StoredRun]] = {label: [] for label in groups}
+    shown, left = set[int](), set[int]()
     for run in drawn:
         # Curves by cluster of runs with other clusters would be means over other clients.
         if run.client_clusters.equals(truth):
             alike[run.label].append(run)
-    return alike
+            shown.add(run.seed)
+        else:
+            left.add(run.seed)
+    if not left:
+        return alike, []
+    here, there = (
+        f"seed{'s' * (len(seeds) > 1)} {format_seed_ranges(seeds)}" for seeds in (shown, left)
+    )
+    note = (
+        f"Curves, models used and single clients are those of {here}: with {there} other clients "
+        "take part, or clusters are planted at other clients. Tables of results are over all seeds."
+    )
+    return alike, [note]
 
 
 def _build_pairs(results: dict[str, Any], known: Metrics, main: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from coterie.report.data.packing import (
     mean_over_clients,
     nan_mean_std,
     pack_array,
+    pad_clients,
     sample_clients,
     thin_indices,
 )
@@ -135,7 +136,7 @@ def build_client_data(
             final[place] = _mean_over_series(values, population)
         if gains.get(label):
             gain[place] = _mean_over_series(gains[label].values(), population)
-        lines += _build_client_curves(place, group, metric, chosen)
+        lines += _build_client_curves(place, group, metric, chosen, population)
     means = {}
     for name, shown in (("final", final), ("gain", gain)):
         means[name] = _replace_infinite(mean_over_clients(shown)).tolist()
@@ -169,18 +170,17 @@ def _replace_infinite(values: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, 
 
 
 def _build_client_curves(
-    place: int, runs: Sequence[StoredRun], metric: str, chosen: np.ndarray
+    place: int, runs: Sequence[StoredRun], metric: str, chosen: np.ndarray, population: int
 ) -> list[dict[str, Any]]:
     rounds, tables = align_seeds(runs, "validation", metric)
     if len(rounds) < 2:
         return []
     shown = thin_indices(len(rounds), CLIENT_POINTS)
     mean, _ = nan_mean_std(np.array([values[shown] for values in tables]))
-    # Ids 0 to n - 1 are all clients: no column is left out.
-    values = mean if len(chosen) == chosen[-1] + 1 else mean[:, chosen]
-    return [
-        {"method": place, "rounds": rounds[shown].tolist(), "values": pack_array(values, "q16")}
-    ]
+    # The page has a place for each client that any seed has.
+    mean = pad_clients(mean, population)
+    values = pack_array(mean[:, chosen], "q16")
+    return [{"method": place, "rounds": rounds[shown].tolist(), "values": values}]
 
 
 def compute_mean_curve(

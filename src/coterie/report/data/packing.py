@@ -121,6 +121,20 @@ def align_seeds(
     return rounds, out
 
 
+def pad_clients(
+    values: Float[np.ndarray, "rounds clients"], population: int
+) -> Float[np.ndarray, "rounds population"]:
+    """Return an array with a column for each client of a population: NaN in those it lacks.
+
+    Example:
+        >>> pad_clients(np.array([[0.5]]), 2).tolist()
+        [[0.5, nan]]
+    """
+    wider = np.full((len(values), population), np.nan)
+    wider[:, : values.shape[1]] = values
+    return wider
+
+
 def thin_indices(count: int, most: int) -> Int[np.ndarray, " points"]:
     """Return at most `most` of `count` indices, evenly spread, with the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64))

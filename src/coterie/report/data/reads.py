@@ -14,6 +14,7 @@ from coterie.report.data.packing import (
     build_dense_table,
     nan_mean_std,
     pack_array,
+    pad_clients,
     sample_clients,
     thin_indices,
 )
@@ -195,6 +196,8 @@ def build_labels(
         for run in runs:
             rounds, values = build_dense_table(run, "train", LABEL.name)
             if len(rounds):
+                # The page has a place for each client that any seed has.
+                values = pad_clients(values, len(cluster))
                 tables.append((rounds, values, _pad_phases(run, cluster)))
         if not tables:
             continue
