@@ -327,6 +327,8 @@ class Service:
         self._retry_at: dict[str, float] = {}
         # The roster's version by which this member's certificate is not the newest.
         self._warned_at = 0
+        # Until when a member does not count as here for a study that has failed there.
+        self._over_until: dict[tuple[str, str], float] = {}
         self._decided: set[str] = set()  # proposals that no rule approves, by digest
         self._node: Node | None = None
         self._running: Entry | None = None
@@ -560,6 +562,8 @@ class Service:
         # Who is done stays for a while for those who are not.
         if view.running == digest:
             return True
+        if self._over_until.get((name, digest), 0.0) > time.monotonic():
+            return False
         return not view.begun and not entry.says("end", name)
 
     def _has_begun(self, entry: Entry) -> bool:
@@ -657,10 +661,21 @@ class Service:
             node.stop()
         elif node.loop.next_round < 0:
             # It only waits: members that wait for each other in different studies would do so
-            # without end.
+            # without end, and so would those of a study that has failed at one of them.
+            self._note_over_elsewhere(node, entry)
             first = self.pick_study()
             if first is not None and first.proposal.digest != entry.proposal.digest:
                 node.stop()
+
+    def _note_over_elsewhere(self, node: Node, entry: Entry) -> None:
+        """Ask the members that are here, and not in a study, whether it is over for them."""
+        for name in entry.list_taking_part(self.keeper.roster):
+            view, digest = self._views.get(name), entry.proposal.digest
+            if name == self.name or view is None or view.running == digest:
+                continue
+            answer = node.transport.ask_head(name, secrets.token_hex(8), _ANSWER)
+            if isinstance(answer, Missing) and answer.reason == "closing":
+                self._over_until[name, digest] = time.monotonic() + _AGAIN
 
     @contextmanager
     def _open_node(self, entry: Entry) -> Iterator[Node]:

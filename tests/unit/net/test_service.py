@@ -379,6 +379,37 @@ def test_a_member_that_is_in_another_study_is_not_here(three):
     assert north.pick_study() is not None
 
 
+def test_a_study_that_failed_at_a_member_holds_up_no_other(three):
+    """North waits in the first for south, where it has failed: the second begins."""
+    first, second = three.propose("first"), three.propose("second")
+    for name in ("south", "east"):
+        three.exchange(name)
+        for study in ("first", "second"):
+            three.say(name, "approval", study)
+    three.exchange()
+    three.exchange()
+    north, south = three.services["north"], three.services["south"]
+    picked = north.pick_study()
+    assert picked is not None
+    assert picked.proposal == first
+    (south.ledger.find("first").folder / "failed.txt").write_text("why\n")
+    south.note_over()
+    with north._open_node(picked) as node:
+        north._node, north._running = node, picked
+        north._check_running()
+        assert node._stop.is_set()
+        found = north.pick_study()
+        assert found is not None
+        assert found.proposal == second
+        # When it is tried again there, it counts again.
+        view = north._views["south"]
+        north._views["south"] = replace(view, running=first.digest)
+        found = north.pick_study()
+        assert found is not None
+        assert found.proposal == first
+        north._node = north._running = None
+
+
 def test_hours_hold_back_what_has_not_begun(three, monkeypatch):
     rules = servicefile.Rules(hours="20-6")
     hours = {h: rules.allows_hour(time.mktime((2030, 1, 1, h, 30, 0, 0, 1, -1))) for h in range(24)}
