@@ -13,6 +13,7 @@ speed and not one bit of the results, since messages have times and draws have k
 import dataclasses
 import heapq
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -60,6 +61,10 @@ Report = dict[str, Tensor]
 """A report of some clients: tensors with a row for each."""
 Reports = dict[int, tuple[Report, int]]
 """The reports of clients: for each the report of all that acted with it, and its row of that."""
+
+
+class NothingLearned(UserWarning):
+    """The results of a run are those of its first models: it was over before anything changed."""
 
 
 class MixedRound(Round):
@@ -550,6 +555,24 @@ class AsynchronousLoop(Loop):
             **staleness,
         }
         self.record.add_metrics(index, self.task.ids, "train", "current", values)
+
+    def evaluate_final(self) -> Float[Tensor, "clients params"]:
+        """See `Loop.evaluate_final`; warn where the models are the first ones."""
+        if why := self._explain_first_models():
+            warnings.warn(
+                f"the results are those of the first models: {why}", NothingLearned, stacklevel=2
+            )
+        return super().evaluate_final()
+
+    def _explain_first_models(self) -> str:
+        """Return why no model has changed since the warm-up; "" where one has."""
+        if self.number.any():
+            return ""
+        seconds = self.settings.rounds * self.time.record_seconds
+        return (
+            f"no client has ended a round in the {seconds:g} seconds of virtual time of the run; "
+            "expected more rounds, or a longer time.record_seconds"
+        )
 
     # ------------------------------------------------------------------ checkpoints
 

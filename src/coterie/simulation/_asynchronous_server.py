@@ -227,6 +227,15 @@ class AsynchronousServerLoop(AsynchronousLoop):
         self.mean_reports = reports
         self._record_times(index, staleness)
 
+    def _explain_first_models(self) -> str:
+        """Return why the server has made no model; "" where it has."""
+        if (why := super()._explain_first_models()) or self.version:
+            return why
+        return (
+            f"the server has {len(self.collected)} of the {self.rule.size} updates that it makes a "
+            "model of; expected more rounds, or a smaller time.server.buffer"
+        )
+
     # ------------------------------------------------------------------ checkpoints
 
     def snapshot(self) -> dict[str, Tensor]:

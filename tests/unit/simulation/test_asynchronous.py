@@ -646,3 +646,9 @@ def test_rates_by_the_number_of_the_round_are_those_of_the_own_round():
     assert torch.equal(by_time[0][:4], by_time[2][:4])
     assert not torch.equal(by_time[0][4:], by_time[1][4:])
     assert torch.equal(by_time[1][4:], by_time[2][4:])
+
+
+def test_a_run_that_is_over_before_a_round_has_ended_says_so():
+    """A round of the results is a second, and one of a client a minute."""
+    with pytest.warns(UserWarning, match=r"first models: no client has ended a round in the 3 sec"):
+        run(Random(2), time={"round_seconds": 60.0}, rounds=3)

@@ -376,3 +376,10 @@ def test_the_way_to_the_server_leads_nowhere_else():
     door = _ServerDoor(torch.tensor([0]))
     with pytest.raises(Exception, match="nobody to read from"):
         door.pull(Message(torch.zeros(1, 2)), torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_a_server_that_has_made_no_model_says_so():
+    """Each client sends one update; the server waits for one more."""
+    time = {"round_seconds": 1.0, "server": {"kind": "fedbuff", "buffer": CLIENTS + 1}}
+    with pytest.warns(UserWarning, match=f"has {CLIENTS} of the {CLIENTS + 1} updates"):
+        run("fedavg", rounds=1, time=time)
