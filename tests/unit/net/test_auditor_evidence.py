@@ -495,6 +495,16 @@ def a_power_cut_that_takes_the_lines_of_a_round(logs: Logs) -> str:
     return "which may have lost lines after its last signature, since the node was killed"
 
 
+def fail_to_start(logs: Logs) -> None:
+    """N0's node fails before it begins."""
+    own = encode_public_key(KEYS[0].public_key())
+    with (
+        pytest.raises(CheckpointError),
+        Audit(logs.folder / "n0", "n0", "local", own, local.make_signer(KEYS[0])),
+    ):
+        raise CheckpointError("other data")
+
+
 def a_power_cut_and_a_start_that_fails(logs: Logs) -> str:
     """Such as with another table than before: that start says why it ends, and nothing of the other."""
     run_of_two(logs, 2)
@@ -503,12 +513,7 @@ def a_power_cut_and_a_start_that_fails(logs: Logs) -> str:
     logs.both(message(2.0, 2), 1)
     logs.open_.pop(0)._lines.close()
     path.write_bytes(synced)
-    own = encode_public_key(KEYS[0].public_key())
-    with (
-        pytest.raises(CheckpointError),
-        Audit(logs.folder / "n0", "n0", "local", own, local.make_signer(KEYS[0])),
-    ):
-        raise CheckpointError("other data")
+    fail_to_start(logs)
     report = auditor.check_log(logs.folder / "n0")
     assert (report.starts, report.unended, report.problems) == (1, 0, [])
     logs.log(0)
@@ -555,6 +560,19 @@ def test_what_a_complete_log_lacks_is_a_contradiction(logs):
         "1 message that n1 received from n0 are not in n0's log: model of client 0, round 2, exchange 0"
     ]
     assert unsettled == []
+
+
+def test_a_start_that_fails_excuses_nothing_that_was_signed_long_before(logs):
+    """Of round 2 a log that was signed in round 11 is complete, however its node ended."""
+    run_of_two(logs, 12)
+    logs.received(1, message(5.0, 2, client=3))
+    logs.open_.pop(0)._lines.close()
+    fail_to_start(logs)
+    logs.log(0).record_start(ROSTER, inc=2)
+    wrong, _ = auditor.compare_logs(*logs.reports())
+    assert wrong == [
+        "1 message that n1 received from n0 are not in n0's log: model of client 3, round 2, exchange 0"
+    ]
 
 
 # ---------------------------------------------------------------- the command
