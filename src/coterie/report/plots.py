@@ -40,6 +40,7 @@ from coterie.results.stored_runs import (
     FEDERATION,
     StoredRun,
     collect_metrics,
+    compute_seed_overlap,
     find_planned_runs,
     load_cluster_names,
     load_federation_description,
@@ -833,7 +834,8 @@ def draw_sweep(
     )
     if single and not table.duplicated(["kind", *asked, "seed"]).any():
         table["method"] = table["kind"]
-    reduced = _reduce_over_seeds(table, "method", asked)
+    overlap = max((compute_seed_overlap(run) for run, _ in found), default=0.0)
+    reduced = _reduce_over_seeds(table, "method", asked, overlap)
     figure, axes = make_single_figure()
     if len(asked) == 1:
         draw_setting_lines(axes, reduced, asked[0], shown, name=called[asked[0]])
@@ -935,7 +937,8 @@ def draw_sensitivities(
             f"the finished runs here do not vary {setting}; give the folders of all points "
             "of a sweep"
         )
-    reduced = _reduce_over_seeds(table, "panel", ["method", setting])
+    overlap = max((compute_seed_overlap(run) for run, _ in found), default=0.0)
+    reduced = _reduce_over_seeds(table, "panel", ["method", setting], overlap)
     titles = list(dict.fromkeys(reduced["panel"]))
     # A method has the same style in all panels, also in one that lacks other methods.
     order = list(dict.fromkeys(reduced["method"]))
@@ -949,7 +952,9 @@ def draw_sensitivities(
     return figure, reduced
 
 
-def _reduce_over_seeds(table: pd.DataFrame, first: str, others: Sequence[str]) -> pd.DataFrame:
+def _reduce_over_seeds(
+    table: pd.DataFrame, first: str, others: Sequence[str], overlap: float
+) -> pd.DataFrame:
     """Return mean, deviation and interval over seeds, ordered by first run and setting value."""
     # Categories keep the order of first appearance; `groupby` would sort names by letter.
     for column in (first, *others):
@@ -961,7 +966,7 @@ def _reduce_over_seeds(table: pd.DataFrame, first: str, others: Sequence[str]) -
     # Without an interval, as of one seed, both of its ends are NaN.
     intervals = np.full((len(reduced), 2), np.nan)
     for row, record in enumerate(reduced.to_dict("records")):
-        interval = compute_mean_interval(record)
+        interval = compute_mean_interval(record, overlap)
         if interval is not None:
             intervals[row] = interval
     return reduced.assign(low=intervals[:, 0], high=intervals[:, 1])

@@ -9,7 +9,7 @@ from typing import Any
 from scipy import special
 
 from coterie.functional.metrics import Metric
-from coterie.functional.paired import CONFIDENCE
+from coterie.functional.paired import CONFIDENCE, NO_SPREAD
 from coterie.results import pairs as comparing
 from coterie.results.pairs import Pair
 
@@ -111,18 +111,27 @@ def _escape_latex(text: str) -> str:
     return re.sub(r"(?<![\w-])-(?=\d)", "$-$", escaped)
 
 
-def compute_mean_interval(row: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return Student's interval of a mean of a summary over its seeds; None for one seed.
+def compute_mean_interval(
+    row: Mapping[str, Any], overlap: float = 0.0
+) -> tuple[float, float] | None:
+    """Return Student's interval of a mean of a summary over its seeds.
+
+    None for one seed, and for seeds that gave the same, which count as one.
 
     Args:
         row: of a summary: `mean`, `std` (of the population) and `seeds`.
+        overlap: of the data that seeds train on; see `functional.paired.mean_difference`.
     """
     seeds = int(row["seeds"])
     if seeds < 2 or row["std"] is None or row["mean"] is None:
         return None
+    if row["std"] <= NO_SPREAD * abs(row["mean"]):
+        return None
     # `std` is of the population: divided by sqrt(n - 1) it is the standard error.
     student = special.stdtrit(seeds - 1, (1 + CONFIDENCE) / 2)
     half = student * row["std"] / math.sqrt(seeds - 1)
+    # As the intervals of pairs are: the variance of the mean grows from 1/n to 1/n + overlap.
+    half *= math.sqrt(1 + overlap * seeds)
     return float(row["mean"] - half), float(row["mean"] + half)
 
 
@@ -148,13 +157,14 @@ def build_means_table(
     for row in own:
         by_label.setdefault(str(row["label"]), {})[str(row["cluster"])] = row
     leading = {cluster: comparing.find_leaders(own, pairs, metric, cluster) for cluster in clusters}
+    overlap = max((pair.overlap for pair in pairs if pair.metric == metric.name), default=0.0)
     body, strong = [], set()
     for i, (label, cells) in enumerate(by_label.items()):
         seeds = max(int(row["seeds"]) for row in cells.values())
         line = [label, str(seeds)]
         for j, cluster in enumerate(clusters):
             row, first = cells.get(cluster), leading[cluster]
-            line.append("–" if row is None else _format_with_interval(metric, row))
+            line.append("–" if row is None else _format_with_interval(metric, row, overlap))
             # A cluster that some seeds do not plant has fewer.
             if row is not None and int(row["seeds"]) < seeds:
                 line[-1] += f" (n {row['seeds']})"
@@ -171,9 +181,9 @@ def build_means_table(
     return TextTable(title, head, body, " ".join(marks), strong)
 
 
-def _format_with_interval(metric: Metric, row: Mapping[str, Any]) -> str:
+def _format_with_interval(metric: Metric, row: Mapping[str, Any], overlap: float) -> str:
     text = metric.format_value(row["mean"])
-    if ends := compute_mean_interval(row):
+    if ends := compute_mean_interval(row, overlap):
         text += f" ({metric.format_value(ends[0])} to {metric.format_value(ends[1])})"
     return text
 

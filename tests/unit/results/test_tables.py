@@ -30,6 +30,27 @@ def test_a_mean_has_the_interval_of_its_seeds():
     assert tables.compute_mean_interval({"mean": 0.5, "std": None, "seeds": 1}) is None
 
 
+def test_seeds_that_gave_the_same_have_no_interval():
+    """Three of them are no certainty about others; the deviation may be rounding."""
+    for std in (0.0, 1e-17):
+        assert tables.compute_mean_interval({"mean": 0.1, "std": std, "seeds": 3}) is None
+
+
+def test_the_interval_of_a_mean_over_folds_is_widened_as_those_of_pairs():
+    """Five folds: variance 1/4 + 1/4 in place of 1/4 of four seeds, so that the interval is wider by the root of 2."""
+    (own,) = rows(A=0.5)
+    half = 3.182446 * 0.01 / 3**0.5  # Student's quantile with 3 degrees of freedom
+    wider = half * 2**0.5
+    assert tables.compute_mean_interval(own) == pytest.approx((0.5 - half, 0.5 + half))
+    found = tables.compute_mean_interval(own, overlap=0.25)
+    assert found == pytest.approx((0.5 - wider, 0.5 + wider))
+    other = {**own, "label": "B"}
+    table = tables.build_means_table(
+        [own, other], [pair("A", "B", False, overlap=0.25)], ACCURACY, "t", {}
+    )
+    assert table.rows[0][2] == f"50.00 ({50 - 100 * wider:.2f} to {50 + 100 * wider:.2f})*"
+
+
 def test_only_what_is_established_is_bold():
     table = tables.build_means_table(
         rows(A=0.8, B=0.78, C=0.5), [pair("A", "B", True), pair("A", "C", True)], ACCURACY, "t", {}
