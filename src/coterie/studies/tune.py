@@ -436,8 +436,8 @@ def _name_trial(label: str, point: Point, others: Container[str]) -> str:
     return f"{label[:60].rstrip(' .')} {digest}"
 
 
-def check_result_files(study: StudyConfig, folder: str | Path) -> tuple[Path, Path]:
-    """Return the files that `write_result` writes, and check that it can.
+def check_result_files(study: StudyConfig, folder: str | Path) -> None:
+    """Check that `write_result` can write its files.
 
     Args:
         study: what is tuned.
@@ -446,8 +446,14 @@ def check_result_files(study: StudyConfig, folder: str | Path) -> tuple[Path, Pa
     Raises:
         ConfigError: when one of them cannot be written.
     """
-    path = Path(folder) / f"{study.name}{_TUNED}.toml"
-    return check_file(path), check_file(path.with_suffix(".json"))
+    for path in _locate_result(f"{study.name}{_TUNED}", folder):
+        check_file(path)
+
+
+def _locate_result(name: str, folder: str | Path) -> tuple[Path, Path]:
+    """Return the files of a tuned study and of its trials."""
+    path = Path(folder) / f"{name}.toml"
+    return path, path.with_suffix(".json")
 
 
 def write_result(tuned: TuningResult, folder: str | Path) -> Path:
@@ -455,8 +461,7 @@ def write_result(tuned: TuningResult, folder: str | Path) -> Path:
 
     A trial in which a client diverged has no value, and counts as tried.
     """
-    study = replace(tuned.study, name=tuned.study.name.removesuffix(_TUNED))
-    path, trials_path = map(prepare_file, check_result_files(study, folder))
+    path, trials_path = map(prepare_file, _locate_result(tuned.study.name, folder))
     head = ""
     for one in tuned.choices:
         if one.point:
