@@ -363,7 +363,7 @@ def compare_in_pairs(
         metric: by which; by default by the study's main metric.
         baseline: with this method alone.
         cluster: over which clients: "all", "clusters", or the name of a planted cluster.
-        share: see `results.pairs.select_pairs`.
+        share: see `results.pairs.widen_intervals`.
         tried: how many settings were tried for each method in tuning, where that is known.
 
     Raises:

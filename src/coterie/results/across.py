@@ -72,7 +72,7 @@ def compare_across(
         metric: by which; the one by which the methods of a study are compared when None.
         cluster: over which clients; see `pairs.select_pairs`.
         baseline: a label: compare only the methods of the two studies that have it.
-        share: see `pairs.select_pairs`.
+        share: see `pairs.widen_intervals`.
     """
     names = first[0], second[0]
     groups = [select_compared_runs(first[1]), select_compared_runs(second[1])]
@@ -124,7 +124,8 @@ def compare_across(
     any_run = groups[0][0]
     planted = load_cluster_names(any_run.folder.parent.parent, any_run.known_clusters)
     found = [pair for pair in compare_methods(renamed, planted) if pair.key in wanted]
-    own = pairs.select_pairs(found, metric=known.name, cluster=cluster, share=share)
+    wider = pairs.widen_intervals(found, share)
+    own = pairs.select_pairs(wider, metric=known.name, cluster=cluster)
     both = f"{names[0]} and {names[1]}"
     notes = _describe_differences(both, groups, differences, changed)
     if not own:

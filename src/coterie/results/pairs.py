@@ -332,7 +332,6 @@ def select_pairs(
     metric: str | None = None,
     cluster: str = "all",
     baseline: str | None = None,
-    share: float = 0.0,
 ) -> list[Pair]:
     """Select the pairs of one metric and one group of clients, corrected for as many as these.
 
@@ -342,23 +341,25 @@ def select_pairs(
         cluster: over which clients.
         baseline: select only the pairs with this method, which comes second in each: fewer pairs, a
             smaller correction.
-        share: the share of the samples that each seed tests on, when seeds split the same samples
-            again and the question is about new samples; see `functional.paired.mean_difference`.
-            Pairs that were widened already stay as they are.
     """
     own = []
     for pair in pairs:
         is_asked = metric in (None, pair.metric) and pair.cluster == cluster
         if is_asked and (baseline is None or baseline in pair.key):
             own.append(pair.swap_methods() if pair.method_a == baseline else pair)
-    return correct_p_values([_widen_interval(pair, overlap_from_share(share)) for pair in own])
+    return correct_p_values(own)
 
 
 def widen_intervals(pairs: Sequence[Pair], share: float) -> list[Pair]:
     """Correct all pairs of a study for training data that its seeds share.
 
     p values are corrected again within each column: the pairs of one metric and one group of
-    clients. The arguments are those of `select_pairs`.
+    clients.
+
+    Args:
+        pairs: of a study; a pair that was widened already stays as it is.
+        share: the share of the samples that each seed tests on, when seeds split the same samples
+            again and the question is about new samples; see `functional.paired.mean_difference`.
     """
     if not share:
         return list(pairs)

@@ -144,12 +144,12 @@ def test_fewer_pairs_have_a_smaller_correction():
 def test_shared_training_data_make_intervals_wider_as_nadeau_and_bengio_say():
     values = made(A=0.8, B=0.75)
     (pair,) = pairs.compare_pairs(*study(values), ACCURACY, {})
-    (wider,) = pairs.select_pairs([pair], share=0.2)
+    (wider,) = pairs.widen_intervals([pair], 0.2)
     own = (values["A"] - values["B"]).mean(1)
     error = own.std(ddof=1) * math.sqrt(1 / 6 + 0.2 / 0.8)
     assert wider.high - wider.difference == pytest.approx(stats.t.ppf(0.975, 5) * error)
     assert wider.p == pytest.approx(2 * stats.t.sf(own.mean() / error, 5))
-    assert pairs.select_pairs([pair]) == [pair]
+    assert pairs.widen_intervals([pair], 0.0) == pairs.select_pairs([pair]) == [pair]
 
 
 def test_seeds_that_are_folds_are_widened_once_whoever_asks():
@@ -160,10 +160,10 @@ def test_seeds_that_are_folds_are_widened_once_whoever_asks():
     assert folds.high - folds.low == pytest.approx(wider * (plain.high - plain.low))
     assert folds.p > plain.p
     assert folds.difference == plain.difference
-    (asked,) = pairs.select_pairs([plain], share=0.2)
+    (asked,) = pairs.widen_intervals([plain], 0.2)
     assert (asked.low, asked.high, asked.p) == pytest.approx((folds.low, folds.high, folds.p))
     assert asked.seeds_needed == folds.seeds_needed
-    assert pairs.select_pairs([folds], share=0.2) == pairs.select_pairs([folds]) == [folds]
+    assert pairs.widen_intervals([folds], 0.2) == pairs.select_pairs([folds]) == [folds]
     assert pairs.parse_pairs({"pairs": pairs.pairs_to_json([folds])}) == [folds]
     assert "folds, 5 a division" in pairs.describe_interval_scope(
         {"data": {"dataset": "heart-disease", "folds": 5}}, {0: "cleveland"}
@@ -422,14 +422,15 @@ def test_a_mean_over_fewer_clients_does_not_win_over_what_pairs_establish():
 
 
 def test_all_pairs_of_a_study_are_widened_column_by_column():
-    """As `select_pairs` does for one column; without a share nothing changes."""
+    """Each column is corrected by itself; without a share nothing changes."""
     values, planted = study(made(A=0.8, B=0.78, C=0.6), [0, 0, 1, 1])
     found = pairs.compare_pairs(values, planted, ACCURACY, {})
     wider = pairs.widen_intervals(found, 0.2)
     assert [(pair.key, pair.cluster) for pair in wider] == [(p.key, p.cluster) for p in found]
     for cluster in ("0", "1", "all", "clusters"):
         own = [pair for pair in wider if pair.cluster == cluster]
-        assert own == pairs.select_pairs(found, cluster=cluster, share=0.2)
+        column = [pair for pair in found if pair.cluster == cluster]
+        assert own == pairs.widen_intervals(column, 0.2)
         raw = sorted(pair.p for pair in own)
         assert min(pair.p_corrected for pair in own) == pytest.approx(min(1.0, 3 * raw[0]))
     assert pairs.widen_intervals(found, 0.0) == found
