@@ -24,6 +24,8 @@ import errno
 import re
 from collections.abc import Iterable
 
+RETURN_HINT = ": is a `return` missing?"
+"""Ends the message where a custom function returned None."""
 # A full disk, a quota, and a limit of the size of files.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Libraries in Rust, such as safetensors, put the system's number into their text.

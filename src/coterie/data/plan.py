@@ -14,7 +14,7 @@ import numpy as np
 from coterie._util.settings import Configurable
 from coterie.data.source import Source
 from coterie.data.transforms import Transform
-from coterie.errors import ConfigError, DataError, require
+from coterie.errors import RETURN_HINT, ConfigError, DataError, require
 
 Streams = Callable[[int], np.random.Generator]
 """The random stream of one client (or of `rng.EVERYONE`) for one shift."""
@@ -198,9 +198,7 @@ def apply_shift(
     name = getattr(shift, "kind", type(shift).__name__)
     found = shift.apply(clients, sources, streams)
     if found is None:
-        raise ConfigError(
-            f"{name}: apply returned None; expected the clients: is a `return` missing?"
-        )
+        raise ConfigError(f"{name}: apply returned None; expected the clients{RETURN_HINT}")
     are_clients = isinstance(found, tuple | list)
     if not are_clients or not all(isinstance(client, Client) for client in found):
         raise ConfigError(f"{name}: apply returned {found!r:.60}; expected a tuple of clients")

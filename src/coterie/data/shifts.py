@@ -38,7 +38,7 @@ from coterie.data.plan import (
 )
 from coterie.data.source import Samples, Source
 from coterie.data.transforms import MID_GRAY, Blur, Rotate, Transform
-from coterie.errors import ConfigError, DataError, describe_unknown, require
+from coterie.errors import RETURN_HINT, ConfigError, DataError, describe_unknown, require
 from coterie.rng import EVERYONE
 
 Sizes = Annotated[Sequence[NonNegativeInt], MinLen(1)]
@@ -843,7 +843,7 @@ class Partition(Shift):
         found = import_function(str(self.function), what, takes)(samples, num_clients, generator)
         if found is None:
             raise ConfigError(
-                f"{what} returned None; expected the client of each sample: is a `return` missing?"
+                f"{what} returned None; expected the client of each sample{RETURN_HINT}"
             )
         # A custom function: what it returns is checked before it is used.
         owners = np.asarray(found)

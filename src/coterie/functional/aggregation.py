@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from coterie._util import pages
-from coterie.errors import ConfigError
+from coterie.errors import RETURN_HINT, ConfigError
 from coterie.models.layout import Slot
 
 # Entries that are averaged at once in float64 (128 MB): a wider table is averaged in column blocks,
@@ -182,12 +182,9 @@ def merge_by_rule(
     found = rule(received)
     shape = tuple(received.before.shape)
     if not isinstance(found, Tensor):
-        hint = ""
-        if found is None:
-            hint = ": is a `return` missing?"
         raise ConfigError(
             f"{what} returned {found!r:.60}; "
-            f"expected the merged model, a tensor of shape {shape}{hint}"
+            f"expected the merged model, a tensor of shape {shape}" + RETURN_HINT * (found is None)
         )
     if tuple(found.shape) != shape or not found.is_floating_point():
         dtype = str(found.dtype).removeprefix("torch.")

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped, UInt8
 from torch import Tensor
 
-from coterie.errors import ConfigError
+from coterie.errors import RETURN_HINT, ConfigError
 
 
 def select_top(
@@ -193,12 +193,11 @@ def select_by_rule(
     found = rule(known)
     shape = tuple(known.candidates.shape)
     if not isinstance(found, Tensor):
-        hint = ""
-        if found is None:
-            hint = ": is a `return` missing?"
         raise ConfigError(
             f"{what} returned {found!r:.60}; "
-            f"expected a number for each member, a tensor of shape {shape}{hint}"
+            f"expected a number for each member, a tensor of shape {shape}"
+            + RETURN_HINT
+            * (found is None)
         )
     if tuple(found.shape) != shape:
         raise ConfigError(

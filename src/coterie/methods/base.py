@@ -24,7 +24,7 @@ from coterie._util.settings import Configurable
 from coterie.engine.optim import OptimizerState
 from coterie.engine.stepwise import StepwiseTraining
 from coterie.engine.task import LocalTraining, Task
-from coterie.errors import ConfigError, require
+from coterie.errors import RETURN_HINT, ConfigError, require
 from coterie.exchange.accepting import Acceptance, AcceptingExchange
 from coterie.exchange.base import Exchange, Inbox, Message, PeersMissing, SecureAggregation
 from coterie.functional import aggregation, metrics, robust, selection
@@ -926,9 +926,7 @@ def check_returned_state(method: Method, name: str, found: Any, task: Task) -> S
     """
     who = f"{method.kind}: {name} returned"
     if not isinstance(found, State):
-        hint = ""
-        if found is None:
-            hint = ": is a `return` missing?"
+        hint = RETURN_HINT * (found is None)
         raise ConfigError(f"{who} {_describe_value(found)}; expected a State{hint}")
     rows, params = len(task), found.params
     shape = (rows, task.layout.size)
@@ -966,7 +964,7 @@ def check_returned_round(method: Method, name: str, found: Any, task: Task) -> t
     if not isinstance(found, tuple) or len(found) != 2:
         hint = ", the second {} where nothing is reported"
         if found is None:
-            hint = ": is a `return` missing?"
+            hint = RETURN_HINT
         raise ConfigError(
             f"{method.kind}: {name} returned {_describe_value(found)}; expected (state, info){hint}"
         )

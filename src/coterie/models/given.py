@@ -17,11 +17,10 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.weight_norm import WeightNorm
 
 from coterie.data.source import InputPart
-from coterie.errors import ModelError
+from coterie.errors import RETURN_HINT, ModelError
 from coterie.rng import Rng
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
-RETURN_HINT = ": is a `return` missing?"
 
 
 def check_module(module: object, what: str) -> nn.Module:

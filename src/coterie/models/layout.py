@@ -29,11 +29,10 @@ from torch.func import functional_call
 from coterie._util.importing import import_object
 from coterie._util.settings import parse_settings
 from coterie.data.source import InputPart
-from coterie.errors import ConfigError, ModelError, describe_unknown
+from coterie.errors import RETURN_HINT, ConfigError, ModelError, describe_unknown
 from coterie.models import networks, pretrained
 from coterie.models.draws import KeyedDraws
 from coterie.models.given import (
-    RETURN_HINT,
     ModuleMaker,
     check_module,
     copy_deeply,
