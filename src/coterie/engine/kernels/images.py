@@ -20,7 +20,6 @@ from coterie.engine.kernels.lower import (
     KernelValue,
     Name,
     Product,
-    count_entries,
     view_as,
 )
 from coterie.engine.native.trace import NotTraceableError, Size, fixed_sizes, read_pair
@@ -364,7 +363,7 @@ class KernelImageLowering(KernelLowering):
                     found[axis] = one
             return value.at(found, mask)
 
-        shape = [count_entries([value.shape[axis] for axis in axes]) for axes in groups]
+        shape = [math.prod([value.shape[axis] for axis in axes]) for axes in groups]
         return view_as(value, shape, at)
 
     # ------------------------------------------------------------------ convolution
@@ -523,7 +522,7 @@ class KernelImageLowering(KernelLowering):
         self._loops += 1
         i, inside, start, tap = map(self._name, ("i", "inside", "start", "tap"))
         best, code, entry, better = map(self._name, ("best", "code", "entry", "better"))
-        total = count_entries(shape)
+        total = math.prod(shape)
         block = self._block(total, _ENTRIES)
         indices = [*self._split(i, shape), *self._split(tap, (high, wide))]
         place, there = self._pick([axis.find_entry for axis in axes], indices, inside)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from coterie._util.mappings import map_values
+from coterie.engine.native.loops import dense_strides
 from coterie.engine.native.trace import Dim, NotTraceableError, Operation, Ratio, Ref, Size, Trace
 from coterie.models.layout import Layout, Slot
 
@@ -110,24 +111,6 @@ class Product:
     def of_row(self) -> bool:
         """Whether parameters of the client are read for it."""
         return self.left.of_row or self.right.of_row
-
-
-def dense_strides(shape: Sequence[Size]) -> list[Size]:
-    """Return the strides of an array whose entries lie one after another."""
-    strides: list[Size] = []
-    step: Size = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step = step * size
-    return strides[::-1]
-
-
-def count_entries(shape: Sequence[Size]) -> Size:
-    """Return the number of entries."""
-    total: Size = 1
-    for size in shape:
-        total = total * size
-    return total
 
 
 def _offset(indices: Sequence[str], strides: Sequence[Size]) -> str:
@@ -361,7 +344,7 @@ class KernelLowering:
         """Write a value to memory, entry after entry."""
         self._loops += 1
         i, inside, start = self._name("i"), self._name("inside"), self._name("start")
-        total = count_entries(shape)
+        total = math.prod(shape)
         block = self._block(total, _ENTRIES)
         text = value.at(self._split(i, value.shape), inside)
         self.lines += [
@@ -384,7 +367,7 @@ class KernelLowering:
         if dtype != torch.float32:
             raise NotTraceableError(f"it keeps numbers of type {str(dtype).removeprefix('torch.')}")
         pointer = f"own + {self.scratch}"
-        self.scratch = self.scratch + count_entries(shape)
+        self.scratch = self.scratch + math.prod(shape)
         return in_memory(pointer, shape, dense_strides(shape), dtype)
 
     def store(self, value: KernelValue) -> KernelValue:
@@ -415,7 +398,7 @@ class KernelLowering:
         self._loops += 1
         o, r, inside = self._name("o"), self._name("r"), self._name("inside")
         start, under, total = self._name("start"), self._name("under"), self._name("total")
-        entries, terms = count_entries(outer), count_entries(inner)
+        entries, terms = math.prod(outer), math.prod(inner)
         depth = self._block(terms, _ENTRIES // 4)
         width = self._block(entries, _ENTRIES // depth)
         index = [""] * rank
@@ -540,7 +523,7 @@ class KernelLowering:
             return
         self._loops += 1
         i, inside, start = self._name("i"), self._name("inside"), self._name("start")
-        total = count_entries(slot.shape)
+        total = math.prod(slot.shape)
         block = self._block(total, _ENTRIES)
         tile = f"tl.zeros(({block},), tl.float32)"
         if gradient is not None:
@@ -831,11 +814,11 @@ class KernelLowering:
         return _permuted(x, [axis % len(x.shape) for axis in axes])
 
     def _op_view(self, x: KernelValue, shape: Sequence[Size]) -> KernelValue:
-        shape, total = list(shape), count_entries(x.shape)
+        shape, total = list(shape), math.prod(x.shape)
         if -1 in shape:
-            rest = count_entries([size for size in shape if size != -1])
+            rest = math.prod([size for size in shape if size != -1])
             shape[shape.index(-1)] = total // rest  # type: ignore[operator]
-        if count_entries(shape) != total:
+        if math.prod(shape) != total:
             raise NotTraceableError("a view with another number of entries")
         return self._reshape(x, shape)
 
@@ -921,7 +904,7 @@ class KernelLowering:
     def _op_mean(
         self, x: KernelValue, axes: Any = None, keepdim: bool = False, dtype: Any = None
     ) -> KernelValue:
-        number = count_entries([x.shape[axis] for axis in self._axes(x, axes)])
+        number = math.prod([x.shape[axis] for axis in self._axes(x, axes)])
         made = self._sum(x, axes, keepdim=keepdim)
         return self._map("({0} / {1})", made, number)
 
@@ -1025,7 +1008,7 @@ class KernelLowering:
         self, x: KernelValue, axes: Sequence[int], eps: float
     ) -> tuple[KernelValue, KernelValue]:
         """Return means, and 1 / sqrt(variance + eps)."""
-        number = count_entries([x.shape[axis] for axis in axes])
+        number = math.prod([x.shape[axis] for axis in axes])
         mean = self._reduce(x, axes, "sum", f"{{0}} / {number}")
         away = self._map("(({0} - {1}) * ({0} - {1}))", x, mean, dtype=torch.float32)
         # Rounded as PyTorch rounds: the quotient, the root, and 1 by it.
@@ -1063,7 +1046,7 @@ class KernelLowering:
         """
         g = self._kept(g)
         unit = self._map("(({0} - {1}) * {2})", x, mean, scale, cost=2)
-        number = count_entries([x.shape[axis] for axis in inner])
+        number = math.prod([x.shape[axis] for axis in inner])
         product = self._map("({0} * {1})", g, unit)
         found: list[KernelValue | None] = [None] * 3
         sums: dict[int, KernelValue] = {}

@@ -5,6 +5,7 @@ whichever fills it better; arrays lie accordingly (`LAST` or `PLANES`). Where ev
 `sample_lanes` puts the samples of a batch there instead (`SAMPLES`).
 """
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import chain
@@ -13,15 +14,7 @@ from typing import Any
 import torch
 
 from coterie.engine.native import compiler
-from coterie.engine.native.loops import (
-    MANY,
-    Value,
-    dense_strides,
-    expand,
-    in_memory,
-    order_of,
-    product,
-)
+from coterie.engine.native.loops import MANY, Value, dense_strides, expand, in_memory, order_of
 from coterie.engine.native.lower import Lowering
 from coterie.engine.native.trace import (
     ArrayKind,
@@ -480,7 +473,7 @@ class ImageLowering(Lowering):
         source, order = self._pooled(x)
         y = self._target(self._kind.shape, self.dtype, order)
         # Places are as wide as numbers ("I"), so that vectors of both have as many lanes.
-        places = self.program.buffer(product(self._kind.shape), "I")
+        places = self.program.buffer(math.prod(self._kind.shape), "I")
         windows, many = self._windows(x, self._kind.shape, kernel, stride, padding, dilation, order)
         self.program.emit(
             f"largest<{windows}>({many}, {source}, {_name(y)}, {places});",

@@ -22,14 +22,6 @@ _COLUMNS = 4096  # sums side by side, at most
 _ROOM = 64  # bytes at the end of each buffer, which loads of whole vectors may read
 
 
-def product(sizes: Sequence[Size]) -> Size:
-    """Return the product of sizes."""
-    total: Size = 1
-    for size in sizes:
-        total = total * size
-    return total
-
-
 def c_type(dtype: torch.dtype) -> str:
     """Return the type of the program's numbers for a type of PyTorch's."""
     if dtype.is_floating_point:
@@ -322,7 +314,7 @@ class Program:
         if order is None:
             order = order_of(value)
         strides = dense_strides(value.shape, order)
-        name = self.buffer(product(value.shape), value.dtype)
+        name = self.buffer(math.prod(value.shape), value.dtype)
         result = in_memory(name, value.shape, strides, value.dtype)
         self.assign(result.memory, value)
         return result
@@ -382,7 +374,7 @@ class Program:
             dtype = torch.int64
         elif kind in ("any", "all"):
             dtype = torch.bool
-        names = [self.buffer(product(kept_shape), dtype) for _ in values]
+        names = [self.buffer(math.prod(kept_shape), dtype) for _ in values]
         strides = dense_strides(
             kept_shape, [*sorted(set(range(len(shape))).difference(kept)), *kept]
         )

@@ -6,6 +6,7 @@ products, convolutions, pooling and sums make calls of `blocks.h` or loops.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -26,7 +27,6 @@ from coterie.engine.native.loops import (
     in_memory,
     number,
     order_of,
-    product,
     reshape,
 )
 from coterie.engine.native.trace import (
@@ -798,7 +798,7 @@ class Lowering:
     def _target(
         self, shape: Sequence[Size], dtype: torch.dtype, order: Sequence[int] | None = None
     ) -> Value:
-        name = self.program.buffer(product(shape), dtype)
+        name = self.program.buffer(math.prod(shape), dtype)
         return in_memory(name, shape, dense_strides(shape, order), dtype)
 
     def _place(self, target: Value, axis: int, start: Size, value: Value, step: int = 1) -> None:
@@ -816,7 +816,7 @@ class Lowering:
         self, shape: Sequence[Size], dtype: torch.dtype, order: Sequence[int] | None = None
     ) -> Value:
         target = self._target(shape, dtype, order)
-        name, size = target.memory.buffer, product(shape)
+        name, size = target.memory.buffer, math.prod(shape)
         self.program.emit(f"memset({name}, 0, sizeof(*{name}) * {size});", [], [name])
         return target
 
@@ -1098,7 +1098,7 @@ class Lowering:
         )
 
     def _op_mean(self, x: Value, axes: Any = None, keepdim: bool = False, **_options: Any) -> Value:
-        count = product([x.shape[a] for a in self._axes(x, axes)])
+        count = math.prod([x.shape[a] for a in self._axes(x, axes)])
         return self._map(
             lambda a, c: f"({a} / {c})", self._reduce(x, axes, keepdim, "sum"), count, cost=1
         )
@@ -1486,7 +1486,7 @@ class Lowering:
     def _grouped(self, x: Value, groups: int) -> Value:
         """Return N x C x ... as N x groups x C / groups x places."""
         n, c = x.shape[:2]
-        return self._shaped(x, [n, groups, c // groups, product(x.shape[2:])])
+        return self._shaped(x, [n, groups, c // groups, math.prod(x.shape[2:])])
 
     def _of_channels(self, value: Value, parts: Value) -> Value:
         """Spread a group's value over its channels, so that loops do not stop at groups."""
@@ -1625,7 +1625,7 @@ class Lowering:
             b = self.program.make_contiguous(b)
         bk, bn = b.memory.strides[-2:]
         c = self._target((*a.shape[:-1], n), self.dtype)
-        self.program.buffers[c.memory.buffer].size = product(c.shape)
+        self.program.buffers[c.memory.buffer].size = math.prod(c.shape)
         # The kernels read columns of b side by side; otherwise there are dot products, for a few
         # rows of long sums, or a packed copy.
         direct = bn == 1 or n == 1
@@ -1660,7 +1660,7 @@ class Lowering:
             assert isinstance(n, int)
             # 16 numbers of 4 bytes are the longest vector.
             wide = (n + 15) // 16 * 16
-            many = product(b.shape[:-2])
+            many = math.prod(b.shape[:-2])
             packed = self._target((*b.shape[:-2], k, wide), self.dtype)
             sk, sn = leaf.strides[-2:]
             call = f"pack_columns<{n}, {wide}>({k}, {{b}}, {sk}, {sn}, {{c}})"
@@ -1752,7 +1752,7 @@ def _each(reduction: int) -> None:
 
 def _count_entries(x: Value, axes: Sequence[int]) -> Size:
     """Return the number of entries along some axes together."""
-    return product([x.shape[axis] for axis in axes])
+    return math.prod([x.shape[axis] for axis in axes])
 
 
 def _common_shape(values: Sequence[Value]) -> tuple[Size, ...]:

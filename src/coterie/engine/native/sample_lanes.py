@@ -5,6 +5,7 @@ layer has, where neighboring channels or pixels would leave part of it empty. A 
 exactly `LANES` samples; missing samples of a batch are copies of its first one, with weight 0.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from coterie.engine.native.images import (
     _Convolution,
     _name,
 )
-from coterie.engine.native.loops import Value, in_memory, product
+from coterie.engine.native.loops import Value, in_memory
 from coterie.engine.native.lower import ELEMENTWISE
 from coterie.engine.native.simple import LARGE
 from coterie.engine.native.trace import ArrayKind, Dim, NotTraceableError, Trace
@@ -105,7 +106,10 @@ class SampleLowering(ImageLowering):
         y = self._target(shape, self.dtype, SAMPLES)
         # Places lie as the images do, so that the kernel writes both at one index.
         places = in_memory(
-            self.program.buffer(product(shape), "I"), shape, y.memory.strides, self._kinds[1].dtype
+            self.program.buffer(math.prod(shape), "I"),
+            shape,
+            y.memory.strides,
+            self._kinds[1].dtype,
         )
         pooled = _grid(conv.o, conv.ho // high, conv.wo // wide, conv.wo // wide)
         grids = f"{self._read_grid(conv)}, {pooled}"
@@ -247,7 +251,7 @@ class SampleLowering(ImageLowering):
             return images
         # Rows of samples have the samples outermost; kernels for images read them innermost.
         turned = self._target(images.shape, self.dtype, SAMPLES)
-        entries, source = product(images.shape[1:]), images.memory.pointer
+        entries, source = math.prod(images.shape[1:]), images.memory.pointer
         call = f"across::by_place<{entries}>({source}, {_name(turned)});"
         self.program.emit(call, [_name(images)], [_name(turned)])
         return turned
