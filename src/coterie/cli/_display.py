@@ -146,7 +146,7 @@ def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Run
         yield observe
 
 
-def _make_line_observer(console: Console, every: float = SECONDS) -> RunObserver:
+def _make_line_observer(console: Console) -> RunObserver:
     """Print a line for each finished run, and otherwise one every few seconds."""
     # A clock that is never set back.
     started = shown = time.monotonic()
@@ -157,7 +157,7 @@ def _make_line_observer(console: Console, every: float = SECONDS) -> RunObserver
             console.print(str(step), highlight=False, markup=False)
             return
         now, number = time.monotonic(), step.round + 1
-        if number == step.rounds or now - shown >= every:
+        if number == step.rounds or now - shown >= SECONDS:
             shown = now
             parts = f"{step.run_name}: round {number}/{step.rounds}", step.describe_score()
             text = ", ".join(filter(None, parts))

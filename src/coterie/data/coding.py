@@ -311,7 +311,7 @@ def encode_labels(
     if not valid:
         valid = _find_labels(targets, texts)
         _warn_about_untrained(valid, texts, what)
-        warn_about_lookalikes(valid, f"{what}: the labels", with_case=True)
+        warn_about_lookalikes(valid, f"{what}: the labels")
         words = [label for label in valid if label.strip() in EMPTY]
         if words:
             warnings.warn(
@@ -394,7 +394,7 @@ def number_clients(
     truths = isinstance(found[0], bool) if found else False
     counted = found == list(range(len(found))) and not truths
     names = () if counted else tuple(map(str, found))
-    warn_about_lookalikes(names, "clients", with_case=True)
+    warn_about_lookalikes(names, "clients")
     columns = {"client": torch.from_numpy(owner)}
     if clusters is None:
         return columns, names

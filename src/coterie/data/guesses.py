@@ -243,26 +243,26 @@ def fold_look(name: str) -> str:
     return unicodedata.normalize("NFC", " ".join(name.split()))
 
 
-def warn_about_lookalikes(names: Sequence[str], what: str, *, with_case: bool = False) -> None:
+def warn_about_lookalikes(names: Sequence[str], what: str) -> None:
     """Warn of two names that look the same, and of no further ones.
+
+    Names that differ in case alone look the same. Single letters do not: they may be classes of
+    characters.
 
     Args:
         names: of clients or classes, or the categories of a column.
         what: they are, for the message.
-        with_case: whether names that differ in case alone look the same. Single letters do not:
-            they may be classes of characters.
     """
     seen: dict[str, str] = {}
     for name in names:
         look = fold_look(name)
-        if with_case and len(look) > 1:
+        if len(look) > 1:
             look = look.casefold()
         other = seen.setdefault(look, name)
         if other != name:
-            differ = "spaces, in case" if with_case else "spaces"
             warnings.warn(
-                f"{what} {other!r} and {name!r} differ in {differ} or in how accents are written, "
-                "and are two; make them equal if they are one",
+                f"{what} {other!r} and {name!r} differ in spaces, in case or in how accents are "
+                "written, and are two; make them equal if they are one",
                 stacklevel=4,
             )
 

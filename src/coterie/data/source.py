@@ -387,9 +387,7 @@ def _compute_moments(x: Shaped[Tensor, "samples *features"] | StoredRows) -> Con
     return tuple(mean), tuple(std)
 
 
-def make_samples(
-    x: Any, y: Any, classes: int | None, columns: Mapping[str, Tensor] | None = None
-) -> Samples:
+def make_samples(x: Any, y: Any, classes: int | None) -> Samples:
     """Make samples from arrays or tensors.
 
     Args:
@@ -399,7 +397,6 @@ def make_samples(
         y: integers, one class a sample or several, or float targets, of any shape.
         classes: 0 where a target is not one class; None to infer it from y: one integer a sample is
             a class.
-        columns: further integers.
 
     Raises:
         DataError: when the arrays cannot be used.
@@ -409,7 +406,7 @@ def make_samples(
         raise DataError(
             f"there are {len(x)} inputs and {len(y)} targets; expected one target for each input"
         )
-    return Samples(x, _convert_targets(y, classes), columns or {})
+    return Samples(x, _convert_targets(y, classes))
 
 
 def _match_dtypes(pool: Samples, held: Samples) -> tuple[Samples, Samples]:

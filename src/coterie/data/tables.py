@@ -724,9 +724,7 @@ def _encode_categories(
     known = list(given) if given is not None else list(dict.fromkeys(ordered))
     if not known:
         known = _sort_categories(values)
-        warn_about_lookalikes(
-            list(map(write_category, known)), f"column {name!r}: the categories", with_case=True
-        )
+        warn_about_lookalikes(list(map(write_category, known)), f"column {name!r}: the categories")
         trained = set(map(write_category, values[0]))
         unknown = [one for one in known if write_category(one) not in trained]
         if unknown:

@@ -210,8 +210,8 @@ class VmapEngine(Engine):
             )
         after = rows[:, layout.trainable :]
         if state:
-            after = layout.join_tensors(new_state, trainable=False, lead=1)
-        return losses.detach(), layout.join_tensors(grads, trainable=True, lead=1), after.detach()
+            after = layout.join_tensors(new_state, trainable=False)
+        return losses.detach(), layout.join_tensors(grads, trainable=True), after.detach()
 
     def forward(self, rows: Tensor, x: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `Engine.forward`."""

@@ -79,12 +79,12 @@ class Evaluator:
         return self._evaluate_pairs(params, everybody, everybody, split, inputs)
 
     def sample_losses(
-        self, params: Float[Tensor, "clients params"], split: str = "train"
+        self, params: Float[Tensor, "clients params"]
     ) -> Float[Tensor, "clients samples"]:
-        """Return each client's loss on each of its samples, on the CPU; NaN after its last one."""
-        samples, indices = self.data.samples, self.data.sample_indices(split)
-        counts, everybody = self.data.count_samples(split), torch.arange(len(self.data))
-        keys = self._draw_keys(split)
+        """Return each client's loss on each training sample, on the CPU; NaN after its last one."""
+        samples, indices = self.data.samples, self.data.sample_indices("train")
+        counts, everybody = self.data.count_samples("train"), torch.arange(len(self.data))
+        keys = self._draw_keys("train")
         pairs = EvaluationPairs(samples, indices, counts, everybody, everybody, draw_keys=keys)
         found = torch.full(indices.shape, torch.nan, dtype=self.layout.dtype)
         # Each set has one pair, so that `outputs` has one row.

@@ -242,16 +242,13 @@ ScheduleLike = str | Mapping[str, Any] | LrSchedule | Callable[[int, int], float
 """One schedule, as users give it: a name, an import path, a table, an instance or a function."""
 
 
-def parse_schedules(
-    given: ScheduleLike | Sequence[ScheduleLike] | None, where: str = "lr_schedule"
-) -> tuple[LrSchedule, ...]:
+def parse_schedules(given: ScheduleLike | Sequence[ScheduleLike] | None) -> tuple[LrSchedule, ...]:
     """Make schedules, without importing what is named by its path.
 
     Args:
         given: one of them, or several that multiply. A name of SCHEDULES; an import path
             "package.module:function"; a table with one of these as `kind` and the fields; a
             schedule; or a function.
-        where: how the user finds it.
 
     Raises:
         ConfigError: on an unknown name or key, or a value that does not fit.
@@ -264,8 +261,10 @@ def parse_schedules(
         return ()
     # A text is a sequence too, but one name.
     if isinstance(given, Sequence) and not isinstance(given, str):
-        return tuple(_parse_schedule(one, f"{where}[{number}]") for number, one in enumerate(given))
-    return (_parse_schedule(given, where),)
+        return tuple(
+            _parse_schedule(one, f"lr_schedule[{number}]") for number, one in enumerate(given)
+        )
+    return (_parse_schedule(given, "lr_schedule"),)
 
 
 def _parse_schedule(given: ScheduleLike, where: str) -> LrSchedule:

@@ -112,19 +112,12 @@ class Mailbox:
         office: the post office shared with the other processes.
         ids: the clients hosted here.
         server: whether this process has the server role.
-        cohort: returns the ids that take part in a round, the same in every process.
     """
 
     def __init__(
-        self,
-        office: PostOffice,
-        ids: Int[Tensor, " clients"],
-        *,
-        server: bool = False,
-        cohort: Callable[[int], Int[Tensor, " active"]] | None = None,
+        self, office: PostOffice, ids: Int[Tensor, " clients"], *, server: bool = False
     ) -> None:
         self.office, self.ids, self.server = office, ids, server
-        self._cohort = cohort or (lambda round: torch.arange(office.population))
         self._own = InMemory(ids, office.population)
         self._round, self._number, self._groups = 0, 0, 0
         self._expected: Tensor | None = None  # the clients that the server role waits for
@@ -163,8 +156,10 @@ class Mailbox:
         # The server posts its own clients' messages first, and only then waits for the others'.
         self.office.post_message(address, replace(message, ids=ids))
         if self.server:
-            expected = self._cohort(self._round) if self._expected is None else self._expected
-            whole = self.office.collect_messages(address, set(expected.tolist()))
+            expected = range(self.office.population)
+            if self._expected is not None:
+                expected = self._expected.tolist()
+            whole = self.office.collect_messages(address, set(expected))
             if whole is None or whole.ids is None:
                 raise ExchangeError(
                     f"no client's message reached the server in round {self._round}"

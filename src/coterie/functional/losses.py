@@ -1007,16 +1007,13 @@ LOSSES: dict[str, type[Loss]] = {one.kind: one for one in _BUNDLED}
 """Every bundled loss by its name."""
 
 
-def make_loss(
-    given: str | Mapping[str, Any] | Loss | Callable[..., Any], where: str = "loss"
-) -> Loss:
+def make_loss(given: str | Mapping[str, Any] | Loss | Callable[..., Any]) -> Loss:
     """Make a loss.
 
     Args:
         given: a name of LOSSES; an import path "package.module:name" of a function or of a subclass
             of `Loss`; a table with one of these as `kind` and the fields of the loss; a loss; or a
             function.
-        where: the setting's name in error messages.
 
     Raises:
         ConfigError: on an unknown name or key, or a value that does not fit.
@@ -1027,18 +1024,18 @@ def make_loss(
     """
     if isinstance(given, Loss):
         return given
-    kind, table = parse_kind(given, LOSSES, "loss", where)
+    kind, table = parse_kind(given, LOSSES, "loss", "loss")
     if kind in LOSSES:
-        return parse_settings(LOSSES[kind], table, where)
+        return parse_settings(LOSSES[kind], table, "loss")
     found = import_object(kind, f"loss {kind!r}")
     if isinstance(found, Loss):
         return found
     if isinstance(found, type) and issubclass(found, Loss):
-        return parse_settings(found, table, where)
-    return parse_settings(CustomLoss, table, where, path=kind)
+        return parse_settings(found, table, "loss")
+    return parse_settings(CustomLoss, table, "loss", path=kind)
 
 
-def normalize_loss_setting(given: Any, where: str = "loss") -> dict[str, Any] | None:
+def normalize_loss_setting(given: Any) -> dict[str, Any] | None:
     """Return a setting of a loss as the plain table that `make_loss` takes; None for None.
 
     An import path is not imported.
@@ -1053,10 +1050,10 @@ def normalize_loss_setting(given: Any, where: str = "loss") -> dict[str, Any] | 
         return dict(table)
     if not (isinstance(table, Loss | Mapping) or callable(table)):
         raise ConfigError(
-            f"{where} is {given!r}; "
+            f"loss is {given!r}; "
             f"expected one of {', '.join(LOSSES)}, package.module:function, or a table"
         )
-    return loss_to_table(make_loss(table, where))
+    return loss_to_table(make_loss(table))
 
 
 def loss_to_table(loss: Loss) -> dict[str, Any]:

@@ -723,14 +723,13 @@ GROUPS = {
 """Metrics of a whole run that `Settings.metrics` names together."""
 
 
-def find_metric(given: str | Metric | Callable[..., Any], where: str = "metrics") -> Metric:
+def find_metric(given: str | Metric | Callable[..., Any]) -> Metric:
     """Return a metric that `Settings.metrics` may name.
 
     Args:
         given: a name of `REGISTRY`; an import path "package.module:name" of a `Metric` or of a
             function (outputs, targets) -> number; or one of these. A function becomes a metric of
             its own name, with the first line of its docstring.
-        where: the setting's name in error messages.
 
     Raises:
         ConfigError: when there is no such metric, it cannot be computed from outputs, or it has the
@@ -743,7 +742,7 @@ def find_metric(given: str | Metric | Callable[..., Any], where: str = "metrics"
     if isinstance(given, Metric):
         return _check_custom(given)
     named = {one.name: one for one in REGISTRY.values() if one.function or one.on_request}
-    path, _ = parse_kind(given, {**named, **GROUPS}, "metric", where)
+    path, _ = parse_kind(given, {**named, **GROUPS}, "metric", "metrics")
     if path in named:
         return named[path]
     found = import_object(path, f"metric {path!r}")

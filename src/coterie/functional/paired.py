@@ -146,26 +146,19 @@ def power_of_t_test(
 
 
 def find_seeds_needed(
-    effect: float,
-    *,
-    level: float = 1 - CONFIDENCE,
-    wanted: float = POWER,
-    overlap: float = 0.0,
-    most: int = MOST_SEEDS,
+    effect: float, *, level: float = 1 - CONFIDENCE, overlap: float = 0.0
 ) -> int | None:
-    """Return the smallest number of seeds that finds a difference of this size with enough power.
+    """Return the smallest number of seeds that finds a difference of this size with 80 % power.
 
     An effect that was estimated from few seeds is itself rough, and so is the answer.
 
     Args:
         effect: the mean difference in standard deviations over seeds.
         level: of the test.
-        wanted: the power.
         overlap: as in `mean_difference`.
-        most: the largest number to report.
 
     Returns:
-        2 or more; None when more than `most` would be needed.
+        2 or more; None when more than `MOST_SEEDS` would be needed.
 
     Example:
         >>> find_seeds_needed(0.5), find_seeds_needed(1.0), find_seeds_needed(0.01)
@@ -173,19 +166,19 @@ def find_seeds_needed(
     """
 
     def is_enough(seeds: int) -> bool:
-        return power_of_t_test(effect, seeds, level=level, overlap=overlap) >= wanted
+        return power_of_t_test(effect, seeds, level=level, overlap=overlap) >= POWER
 
     if not math.isfinite(effect):
         return None
     # the number that a normal statistic would need is a close first guess; t needs a few more
-    normal = float(-special.ndtri(level / 2) - special.ndtri(1 - wanted))
+    normal = float(-special.ndtri(level / 2) - special.ndtri(1 - POWER))
     left = (effect / normal) ** 2 - overlap
-    seeds = min(max(2, round(1 / left)), most) if left * most > 1 else most
+    seeds = MOST_SEEDS
+    if left * MOST_SEEDS > 1:
+        seeds = min(max(2, round(1 / left)), MOST_SEEDS)
     # The power grows with the seeds: at most one of the two loops runs.
     while seeds > 2 and is_enough(seeds - 1):
         seeds -= 1
-    while seeds <= most and not is_enough(seeds):
+    while seeds <= MOST_SEEDS and not is_enough(seeds):
         seeds += 1
-    if seeds > most:
-        return None
-    return seeds
+    return seeds if seeds <= MOST_SEEDS else None

@@ -282,15 +282,12 @@ RULES: dict[str, type[Configurable]] = {
 """The rules by name, with their settings."""
 
 
-def make_rule(
-    given: str | Mapping[str, Any] | Callable[..., Any], where: str = "aggregation"
-) -> AggregationRule:
+def make_rule(given: str | Mapping[str, Any] | Callable[..., Any]) -> AggregationRule:
     """Make an aggregation rule.
 
     Args:
         given: a name of RULES; a table with one as `kind` and the rule's settings; or a function or
             its import path.
-        where: the setting's name in error messages.
 
     Raises:
         ConfigError: on an unknown name or key, or a value that does not fit.
@@ -300,16 +297,16 @@ def make_rule(
         Krum(share=0.1)
     """
     if isinstance(given, Mapping) or given in RULES:
-        return make_table_rule(given, where)  # type: ignore[arg-type]
-    path = given if isinstance(given, str) else find_import_path(given, where)
-    return import_function(path, f"{where} {path!r}", ("received",))
+        return make_table_rule(given)  # type: ignore[arg-type]
+    path = given if isinstance(given, str) else find_import_path(given, "aggregation")
+    return import_function(path, f"aggregation {path!r}", ("received",))
 
 
-def make_table_rule(given: str | Mapping[str, Any], where: str = "aggregation") -> AggregationRule:
+def make_table_rule(given: str | Mapping[str, Any]) -> AggregationRule:
     """Make a rule of RULES from its name or table; see `make_rule`."""
-    kind, table = parse_kind(given, RULES, "rule", where)
+    kind, table = parse_kind(given, RULES, "rule", "aggregation")
     if kind not in RULES:
         raise ConfigError(
-            f"{where}: kind is {kind!r}; a custom rule has no settings: give its import path alone"
+            f"aggregation: kind is {kind!r}; a custom rule has no settings: give its import path alone"
         )
-    return parse_settings(RULES[kind], table, where)  # type: ignore[return-value]
+    return parse_settings(RULES[kind], table, "aggregation")  # type: ignore[return-value]

@@ -437,7 +437,6 @@ def find_entropy_tau(
     considered: Bool[Tensor, "clients population"] | None,
     ids: Int[Tensor, " clients"],
     bits: float,
-    limit: float = 1e4,
 ) -> Float[Tensor, " clients"]:
     r"""Find the inverse temperature at which each client's probabilities have a given entropy.
 
@@ -448,12 +447,11 @@ def find_entropy_tau(
         considered: which members enter the softmax; None for all.
         ids: the clients.
         bits: the wanted entropy in bits; $\tau$ is 0 unless this is below log2 of the number
-            considered.
-        limit: the largest $\tau$ tried.
+            considered, and 10,000 at most.
     """
     low = torch.zeros(len(ids), dtype=torch.float64)
-    high = torch.full_like(low, limit)
-    # The entropy falls as tau rises. 60 halvings leave 1e-14 of a limit of 1e4.
+    high = torch.full_like(low, 1e4)
+    # The entropy falls as tau rises. 60 halvings leave 1e-14 of it.
     for _ in range(60):
         middle = (low + high) / 2
         p = selection_probabilities(similarity, middle, considered, ids, floor=0.0)

@@ -43,19 +43,14 @@ class CostSetting:
     predictions: int = 0
 
     @staticmethod
-    def from_task(task: Task, group: int | None = None) -> "CostSetting":
-        """Return the setting of a task, whose clients have as many training samples as on average.
-
-        Args:
-            task: of a run.
-            group: members of a client's own cluster.
-        """
+    def from_task(task: Task) -> "CostSetting":
+        """Return the setting of a task, whose clients have as many training samples as on average."""
         part = task.sharing
         samples, apart = int(task.num_samples.mean()), task.model.init == "per_client"
         shared, compared = part.shared.num_columns, part.compared.num_columns
         public = task.num_public_samples
         return CostSetting(
-            task.population, shared, samples, group, task.dtype.itemsize, apart, compared, public,
+            task.population, shared, samples, None, task.dtype.itemsize, apart, compared, public,
             task.evaluator.count_predictions() if public else 0,
         )  # fmt: skip
 

@@ -399,21 +399,18 @@ class Layout:
             found[slot.name] = part.reshape((*rows.shape[:-1], *slot.shape))
         return found
 
-    def join_tensors(
-        self, tensors: Mapping[str, Tensor], *, trainable: bool, lead: int = 0
-    ) -> Tensor:
+    def join_tensors(self, tensors: Mapping[str, Tensor], *, trainable: bool) -> Tensor:
         """Join tensors into rows: the inverse of `split_rows` for one part of a row.
 
         Args:
-            tensors: one for each slot of the part.
+            tensors: one for each slot of the part, with a leading axis of clients.
             trainable: whether the part is the trained one.
-            lead: number of leading (client) axes of the tensors.
         """
         parts = []
         for slot in self.slots:
             if (slot.stop <= self.trainable) == trainable:
                 tensor = tensors[slot.name]
-                parts.append(tensor.reshape(*tensor.shape[:lead], -1))
+                parts.append(tensor.reshape(len(tensor), -1))
         return torch.cat(parts, dim=-1)
 
     def zero_inputs(self, clients: int) -> dict[str, Tensor]:

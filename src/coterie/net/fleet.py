@@ -380,9 +380,7 @@ def run_demo(
     return compare_with_simulation(folder, study, names)
 
 
-def compare_with_simulation(
-    folder: Path, study: StudyConfig, names: Sequence[str], data_dir: Path | None = None
-) -> Path:
+def compare_with_simulation(folder: Path, study: StudyConfig, names: Sequence[str]) -> Path:
     """Simulate the same study and put both runs into one study's folder.
 
     Returns:
@@ -391,7 +389,7 @@ def compare_with_simulation(
     # As in the nodes: another number of threads can change the bits of sums.
     torch.set_num_threads(1)
     simulated = replace(study, methods=(replace(study.methods[0], label="simulated"),))
-    run_study(simulated, out=folder / "runs", overwrite=True, data_dir=data_dir)
+    run_study(simulated, out=folder / "runs", overwrite=True)
     join_results(folder, study, names, "nodes")
     # One study with two labels, so that a report shows both runs next to each other.
     both = tuple(replace(study.methods[0], label=label) for label in ("nodes", "simulated"))

@@ -230,7 +230,7 @@ def load(folder: Path, loop: "Loop", run: str) -> dict[str, Any]:
             f"{folder}: {fault}; the run goes on from {name}, round {found['round']}", stacklevel=3
         )
     # `_fill_fields` moves each to its place
-    tensors = _load_tensors(folder / name, found.get("compact", {}), "cpu")
+    tensors = _load_tensors(folder / name, found.get("compact", {}))
     # The times are lost with a damaged provenance file; results do not depend on them.
     stored = {}
     if not faults[PROVENANCE]:
@@ -307,16 +307,16 @@ def load_state_tensors(folder: Path) -> dict[str, Tensor]:
         CheckpointError: when there is none.
     """
     name, found = _find_newest(folder)
-    return _load_tensors(folder / name, found.get("compact", {}), "cpu")
+    return _load_tensors(folder / name, found.get("compact", {}))
 
 
-def _load_tensors(path: Path, compact: dict[str, Any], device: str) -> dict[str, Tensor]:
+def _load_tensors(path: Path, compact: dict[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint; compact tables are unpacked."""
     # "#" marks the parts of compact tables, which need other tensors to be read.
     stored = load_file(str(path))
-    tensors = {name: tensor.to(device) for name, tensor in stored.items() if "#" not in name}
+    tensors = {name: tensor for name, tensor in stored.items() if "#" not in name}
     for name, header in compact.items():
-        tensors[name] = _compact.unpack_table(name, header, stored).to(device)
+        tensors[name] = _compact.unpack_table(name, header, stored)
     # Older versions did not note whose model had changed since the last evaluation.
     if (stopped := tensors.get("tracker.stopped")) is not None:
         tensors.setdefault("tracker.changed", torch.zeros_like(stopped))

@@ -245,18 +245,17 @@ class Plan:
         return standings
 
 
-def load_plan(folder: str | Path, *, to_run: bool = False) -> Plan:
+def load_plan(folder: str | Path) -> Plan:
     """Return the plan in a folder, whether its runs have begun or not.
 
     Args:
         folder: of a sweep, of a study, or of one of its runs.
-        to_run: as in `load_stored_study`.
 
     Raises:
         ConfigError: when there is none in the folder.
     """
-    study, out = load_stored_study(folder, to_run=to_run)
-    return Plan(out / study.name, study, _expand_by_point(study, to_run=to_run))
+    study, out = load_stored_study(folder)
+    return Plan(out / study.name, study, _expand_by_point(study, to_run=False))
 
 
 def load_sweep_results(folder: str | Path) -> tuple[Study, ...]:

@@ -52,18 +52,18 @@ def are_identical(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def check_pure_call(function: Callable[[Any], Any], given: Any, what: str) -> Any:
-    """Call a function twice on equal arguments; it leaves them as they are and returns the same."""
+def check_pure_call(function: Callable[[Any], Any], given: Any) -> Any:
+    """Call a rule twice on equal arguments; it leaves them as they are and returns the same."""
     before = copy.deepcopy(given)
     first = function(given)
     # Names the argument, where one comparison of the whole would only say that something changed.
     for item in dataclasses.fields(before):
         kept = are_identical(getattr(before, item.name), getattr(given, item.name))
-        assert kept, f"{what} changed its argument {item.name}: copy what you change in place"
+        assert kept, f"the rule changed its argument {item.name}: copy what you change in place"
     # The copy from before the first call: equal arguments, even if the first call changed its own.
     second = function(before)
     assert are_identical(first, second), (
-        f"{what} gave two results for the same arguments: it draws random numbers or remembers "
+        "the rule gave two results for the same arguments: it draws random numbers or remembers "
         "something"
     )
     return first

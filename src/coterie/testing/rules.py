@@ -65,7 +65,7 @@ def check_aggregation(
             )
             with assert_accepted("it returns the merged model"):
                 merged = check_pure_call(
-                    lambda r: aggregation.merge_by_rule(function, r, "it"), received, "the rule"
+                    lambda r: aggregation.merge_by_rule(function, r, "it"), received
                 )
             assert bool(torch.isfinite(merged).all()), (
                 f"merged from {count} finite models, the model is not finite"
@@ -109,9 +109,7 @@ def check_selection(rule: str | Callable[..., Any], *, relabel: bool = True) -> 
         for client in (0, population - 1):
             known = _make_known(stream, round, client, population)
             with assert_accepted("it returns a number for each member"):
-                check_pure_call(
-                    lambda k: selection.select_by_rule(function, k, 3, "it"), known, "the rule"
-                )
+                check_pure_call(lambda k: selection.select_by_rule(function, k, 3, "it"), known)
             assert not relabel or _ignores_ids(function, known, stream), (
                 "renaming the members changes the choice: ids mean nothing; use what is known of "
                 "a member"

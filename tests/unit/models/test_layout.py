@@ -59,7 +59,7 @@ def test_a_row_is_the_module_and_back():
     assert torch.allclose(again(x), module.double().eval()(x), atol=1e-12)
     views = layout.split_rows(row.expand(2, -1))
     assert torch.equal(
-        layout.join_tensors(views, trainable=True, lead=1), row[: layout.trainable].expand(2, -1)
+        layout.join_tensors(views, trainable=True), row[: layout.trainable].expand(2, -1)
     )
 
 

@@ -299,16 +299,16 @@ def _sum(*terms: str | int) -> str:
     return f"({' + '.join(kept)})" if kept else "0"
 
 
-def _split_axis(value: KernelValue, axis: int, sizes: tuple[int, int]) -> KernelValue:
-    """Return a value with an axis as two, without a division for an index."""
+def _split_channels(value: KernelValue, sizes: tuple[int, int]) -> KernelValue:
+    """Return a value with the axis of channels as two, without a division for an index."""
 
     def at(indices: Sequence[str], mask: str) -> str:
-        pair = indices[axis : axis + 2]
+        pair = indices[1:3]
         first, second = ("0" if s == 1 else one for one, s in zip(pair, sizes, strict=True))
         own = _sum(_times(first, sizes[1]), second)
-        return value.at([*indices[:axis], own, *indices[axis + 2 :]], mask)
+        return value.at([indices[0], own, *indices[3:]], mask)
 
-    return view_as(value, [*value.shape[:axis], *sizes, *value.shape[axis + 1 :]], at)
+    return view_as(value, [value.shape[0], *sizes, *value.shape[2:]], at)
 
 
 class KernelImageLowering(KernelLowering):
@@ -432,7 +432,7 @@ class KernelImageLowering(KernelLowering):
                 g, [high.find_window, wide.find_window], [high.count, wide.count],
                 [high.taps, wide.taps],
             )  # fmt: skip
-            windows = _split_axis(windows, 1, (conv.groups, conv.outer))
+            windows = _split_channels(windows, (conv.groups, conv.outer))
             product = self._multiply(
                 self._matrix(some, [[0], [2], [1, 3, 4]]),
                 self._matrix(windows, [[1], [2, 5, 6], [0, 3, 4]]),
@@ -460,7 +460,7 @@ class KernelImageLowering(KernelLowering):
         images = self._reshape(self._factor(x), [*x.shape[:2], *conv.sizes])
         rules = [axis.find_entry for axis in conv.axes]
         windows = self._windows(images, rules, conv.outs, conv.kernels)
-        return _split_axis(windows, 1, (conv.groups, conv.inner))
+        return _split_channels(windows, (conv.groups, conv.inner))
 
     def _weights(self, w: KernelValue, conv: _WindowedConvolution) -> KernelValue:
         """Return the weights as groups x outputs x inputs x rows x columns."""

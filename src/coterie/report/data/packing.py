@@ -43,7 +43,7 @@ def pack_array(values: Num[np.ndarray, "..."], kind: str) -> dict[str, Any]:
 
 
 def build_dense_table(
-    run: StoredRun, split: str, metric: str, model: str = "current"
+    run: StoredRun, split: str, metric: str
 ) -> tuple[Int[np.ndarray, " rounds"], Float[np.ndarray, "rounds clients"]]:
     """Build an array of rounds x clients of a metric; an inactive client keeps its last value.
 
@@ -53,9 +53,9 @@ def build_dense_table(
         clients without validation data record NaN in each.
     """
     table = run.metrics
-    chosen = (table["split"] == split) & (table["metric"] == metric) & (table["model"] == model)
+    of_models = (table["split"] == split) & (table["model"] == "current")
+    chosen = of_models & (table["metric"] == metric)
     # The loss too: it shows which models diverged.
-    of_models = (table["split"] == split) & (table["model"] == model)
     shown = table["metric"].isin((metric, LOSS.name, DIVERGED.name)) & of_models
     diverged = table["metric"] == DIVERGED.name
     around = table.loc[(shown | diverged).to_numpy()]
