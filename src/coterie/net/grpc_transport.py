@@ -344,11 +344,6 @@ class GrpcTransport(GrpcRun, GrpcServer):
             self._preferred[run] = frozenset(members)
             self.incoming.preferred = frozenset[str]().union(*self._preferred.values())
 
-    @property
-    def num_links(self) -> int:
-        """How many members this node has dialed and keeps a link to."""
-        return len(self._links)
-
     async def _close_oldest_links(self) -> None:
         """Close the links that were not used for longest, over the number that runs need."""
         if not self._most_links:

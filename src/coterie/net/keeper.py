@@ -41,7 +41,7 @@ class Keeper:
         log: Callable[..., None] = lambda *_, **__: None,
     ):
         self.file, self._seen, self._log = file, folder / ROSTER_SEEN, log
-        self._organizer_file, self._organizer = organizer, rosters.load_organizer_key(organizer)
+        self._organizer = rosters.load_organizer_key(organizer)
         # Before the content: a file that is replaced in between has another stamp, and is read
         # again.
         self._stamp = self._file_stamp()
