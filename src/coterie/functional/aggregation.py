@@ -64,7 +64,7 @@ def fedsim_weights(
     samples are not used. A client whose peers all have $s_{ij} \le 0$ keeps its own model.
 
     Args:
-        similarity: $s_{ij}$ of this round.
+        similarity: $s_{ij}$ of this round; or the probability with which each peer was drawn.
         mask: which messages arrived; the others get weight 0.
 
     Returns:
@@ -78,20 +78,6 @@ def fedsim_weights(
     # amax has no value over no slots; the sum is 0.
     best = useful.amax(1) if useful.shape[1] else useful.sum(1)
     return normalize_weights(useful, best)
-
-
-def fedsim_prior_weights(
-    prior: Float[Tensor, "clients peers"], mask: Bool[Tensor, "clients peers"]
-) -> tuple[Float[Tensor, "clients peers"], Float[Tensor, " clients"]]:
-    """Weight by the probabilities with which the peers were drawn.
-
-    The client's own model counts like that of its most probable peer.
-
-    Args:
-        prior: the probability with which each peer was drawn ($p_{ij}$), from before this round.
-        mask: which messages arrived; the others get weight 0.
-    """
-    return fedsim_weights(prior, mask)
 
 
 @dataclass(frozen=True)

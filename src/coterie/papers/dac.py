@@ -132,7 +132,7 @@ class PublishedDac(Dac):
     ) -> tuple[Tensor, Tensor] | None:
         """Return the weight of each slot and of the client's own model; None for a custom rule."""
         if self.aggregation == "fedsim_prior":
-            return aggregation.fedsim_prior_weights(prior, measured.inbox.mask)
+            return aggregation.fedsim_weights(prior, measured.inbox.mask)
         return super().aggregation_weights(rnd, measured, prior)
 
     def estimate_from_peers(

@@ -69,16 +69,9 @@ def test_fedsim_clips_negative_similarities():
     torch.testing.assert_close(own, torch.tensor([3 / 7]))
 
 
-def test_fedsim_prior_weighs_by_the_probability_of_having_drawn():
-    """Two peers were drawn with probabilities 0.1 and 0.3; itself counts 0.3: sevenths."""
+def test_fedsim_does_not_count_whom_it_has_not_heard():
+    """Two peers with 0.1 and 0.3 answered; itself counts 0.3: sevenths."""
     heard = torch.tensor([[True, True, False]])
-    weights, own = aggregation.fedsim_prior_weights(torch.tensor([[0.1, 0.3, 0.6]]), heard)
+    weights, own = aggregation.fedsim_weights(torch.tensor([[0.1, 0.3, 0.6]]), heard)
     torch.testing.assert_close(weights, torch.tensor([[1.0, 3.0, 0.0]]) / 7)
     torch.testing.assert_close(own, torch.tensor([3 / 7]))
-
-
-def test_fedsim_prior_with_uniform_probabilities_is_the_plain_mean():
-    """Invariant 27: round 0."""
-    weights, own = aggregation.fedsim_prior_weights(torch.full((1, 3), 1 / 3), HERE)
-    torch.testing.assert_close(weights, torch.full((1, 3), 0.25))
-    torch.testing.assert_close(own, torch.tensor([0.25]))
