@@ -132,7 +132,7 @@ def _build_numbers_table(
         row.append(_format_spread(metric, line.ours, line.std))
         row.append(str(line.seeds))
         row.append(_format_spread(metric, line.paper, line.paper_std))
-        row.append(_format_signed(line))
+        row.append(format_difference(line))
         few = deviations.rests_on_few_seeds(line, comparison.source)
         row.append(_WITHIN[line.verdict] + FEW_SEEDS * few)
         rows.append(tuple(row))
@@ -253,10 +253,10 @@ def describe_bias(one: TableBias) -> str:
     return f"{said}."
 
 
-def format_difference(one: TableBias) -> str:
-    """Return the mean difference of a table, with its sign."""
-    mean = _format_number(REGISTRY[one.metric], one.difference)
-    return mean if one.difference < 0 else f"+{mean}"
+def format_difference(one: TableBias | ComparedNumber) -> str:
+    """Return the difference of a number, or the mean difference of a table, with its sign."""
+    text = _format_number(REGISTRY[one.metric], one.difference)
+    return text if one.difference < 0 else f"+{text}"
 
 
 def _format_number(metric: Metric, value: float) -> str:
@@ -272,11 +272,6 @@ def _format_spread(metric: Metric, mean: float, std: float | None) -> str:
     if std is None or not math.isfinite(std):
         return text
     return f"{text} ± {_format_number(metric, std)}"
-
-
-def _format_signed(line: ComparedNumber) -> str:
-    text = _format_number(REGISTRY[line.metric], line.difference)
-    return text if line.difference < 0 else f"+{text}"
 
 
 def format_ordering(one: Ordering, comparison: PaperComparison) -> tuple[str, ...]:
