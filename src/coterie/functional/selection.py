@@ -358,13 +358,6 @@ def ids_from_mask(chosen: Bool[Tensor, "clients population"]) -> Int[Tensor, "cl
     return out
 
 
-def mask_of_others(
-    ids: Int[Tensor, " clients"], population: int
-) -> Bool[Tensor, "clients population"]:
-    """Return a mask of all members of the population but the client itself."""
-    return torch.arange(population) != ids[:, None]
-
-
 def selection_probabilities(
     similarity: Float[Tensor, "clients population"],
     tau: float | Float[Tensor, " clients"],

@@ -281,12 +281,6 @@ def find_notes(experiment: str) -> Sequence[str]:
     return _NOTES.get(experiment, ())
 
 
-def list_rows(experiment: str) -> list[str]:
-    """Return the rows of an experiment's tables, "method/aggregation", in the paper's order."""
-    # `dict.fromkeys` removes repetitions and keeps the order.
-    return list(dict.fromkeys(one.row for one in load_published(experiment)))
-
-
 def _translate_row(row: Mapping[str, str]) -> PublishedNumber:
     # Some tables say "test_accuracy"; numbers are as printed, so that percentages are divided by
     # the scale of the metric.

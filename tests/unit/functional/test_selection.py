@@ -10,7 +10,7 @@ from coterie.functional import selection
 from coterie.rng import Rng
 
 IDS = torch.arange(4)
-OTHERS = selection.mask_of_others(IDS, 4)
+OTHERS = torch.arange(4) != IDS[:, None]
 EVERYBODY = torch.ones(4, 4, dtype=torch.bool)
 
 
@@ -19,7 +19,7 @@ def similarities(seed=0, size=4):
 
 
 def uniform(size=4):
-    return selection.mask_of_others(torch.arange(size), size).double() / (size - 1)
+    return (1 - torch.eye(size).double()) / (size - 1)
 
 
 def test_tau_zero_is_uniform_for_any_similarity():
@@ -67,7 +67,7 @@ def test_a_draw_succeeds_when_one_entry_has_all_the_probability():
         torch.tensor([[0.0, 0, 1, 0, 0]]), 1e9, torch.ones(1, 5) > 0, IDS[:1], floor=0.0
     )
     noise = Rng(0).gumbel("peers", IDS[:1], 5)
-    peers = selection.sample_peers(p.log(), noise, 3, selection.mask_of_others(IDS[:1], 5))
+    peers = selection.sample_peers(p.log(), noise, 3, torch.arange(5)[None] != 0)
     assert peers[0, 0] == 2
     assert len(set(peers[0].tolist())) == 3
     assert 0 not in peers
@@ -101,7 +101,7 @@ def test_draws_exclude_oneself_and_repeats_and_are_clamped():
 def test_gumbel_top_m_has_the_law_of_successive_draws():
     """Invariant 15: K = 6, m = 2; chi-square of 4000 draws over 10 unordered pairs, at the 0.1 % level (9 degrees)."""
     p = torch.tensor([0.0, 0.4, 0.3, 0.15, 0.1, 0.05]).double()
-    allowed = selection.mask_of_others(torch.tensor([0]), 6).expand(4000, 6)
+    allowed = (torch.arange(6) != 0).expand(4000, 6)
     noise = torch.from_numpy(Rng(0).generator("test").gumbel(size=(4000, 6)))
     drawn = selection.sample_peers(p.log().expand(4000, 6), noise, 2, allowed)
     counts: dict[tuple[int, int], int] = {}
@@ -137,13 +137,9 @@ def test_the_best_are_those_that_arrived_then_those_that_stay():
     ).tolist() == [[9, 3, -1, -1]]
 
 
-def test_within_and_others():
+def test_peers_who_are_not_allowed_are_dropped():
     allowed = torch.tensor([[True, True, False]])
     assert selection.keep_allowed(torch.tensor([[2, 1, -1]]), allowed).tolist() == [[-1, 1, -1]]
-    assert selection.mask_of_others(torch.tensor([2, 0]), 3).tolist() == [
-        [True, True, False],
-        [False, True, True],
-    ]
 
 
 def test_entropy_tau_finds_the_entropy():
@@ -227,7 +223,7 @@ def test_a_race_chooses_what_gumbel_top_m_chooses(tau: float):
     mass = selection.selection_probabilities(
         similarity, tau, torch.ones(40, population, dtype=torch.bool), ids
     )
-    allowed = selection.mask_of_others(ids, population)
+    allowed = torch.arange(population) != ids[:, None]
     certain = torch.zeros(0, dtype=torch.bool)
     for round in range(5):
         rng = Rng(4, round)

@@ -96,7 +96,7 @@ def test_the_mean_of_clusters_weighted_by_clients_is_the_printed_mean():
     found = {
         (p.row, p.cluster): p.mean for p in numbers.load_published("similarity/fmnist_covariate_4c")
     }
-    rows = numbers.list_rows("similarity/fmnist_covariate_4c")
+    rows = {row for row, _ in found}
     assert len(rows) == 11
     for row in rows:
         mean = sum(n * found[row, cluster] for cluster, n in sizes.items()) / 100
@@ -104,7 +104,8 @@ def test_the_mean_of_clusters_weighted_by_clients_is_the_printed_mean():
 
 
 def test_the_synthetic_table_has_eleven_rows():
-    assert len(numbers.list_rows("similarity/synthetic_concept_3c")) == 11
+    published = numbers.load_published("similarity/synthetic_concept_3c")
+    assert len({one.row for one in published}) == 11
 
 
 def test_every_experiment_of_a_study_is_known_and_can_be_read():

@@ -87,7 +87,8 @@ def test_a_study_says_what_it_is(name):
     assert study.paper == numbers.EXPERIMENTS.get(name)
     if study.paper is not None:
         named = {entry.paper for entry in study.methods if entry.paper}
-        assert named == set(numbers.list_rows(study.paper)), "every published row has its method"
+        rows = {one.row for one in numbers.load_published(study.paper)}
+        assert named == rows, "every published row has its method"
 
 
 @pytest.mark.full
