@@ -82,11 +82,6 @@ def study_of(
     return study.select_run(study.methods[0].label, seed)
 
 
-def folder_of(top: Path, study: config.StudyConfig) -> Path:
-    """Return the folder of a study's one run below a folder of runs."""
-    return top / study.name / study.methods[0].label / f"seed-{study.seeds[0]}"
-
-
 def models_of(folder: Path) -> dict[str, torch.Tensor]:
     """Return the newest and the best models of a run."""
     tensors = load_file(folder / "checkpoint.safetensors")

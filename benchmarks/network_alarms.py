@@ -11,6 +11,7 @@ from typing import Any
 import netlab
 
 from coterie.net import fleet
+from coterie.net.process import locate_run
 from coterie.studies import config
 
 NODES, ROUNDS = 32, 6
@@ -70,7 +71,7 @@ def alarms(emit: netlab.Emit, folder: Path) -> None:
             if event["event"] == "round" and event["round"] >= 0:
                 longest = max(longest, event["exchanging"])
         rounds.add(len({e["round"] for e in told if e["event"] == "round" and e["round"] >= 0}))
-        journal = netlab.folder_of(folder / "alarms/nodes" / name, _study()) / "arrivals.jsonl"
+        journal = locate_run(folder / "alarms/nodes" / name, _study()) / "arrivals.jsonl"
         for line in journal.read_text().splitlines():
             missing.update((json.loads(line).get("missing") or {}).values())
     emit({

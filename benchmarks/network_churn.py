@@ -13,6 +13,7 @@ import netlab
 import pandas as pd
 
 from coterie.net import fleet
+from coterie.net.process import locate_run
 from coterie.studies import config
 from coterie.studies.run import run_study
 
@@ -103,7 +104,7 @@ def accuracies(folder: Path, study: config.StudyConfig, names: list[str]) -> dic
     """Return the final accuracy of the clients of some nodes."""
     out: dict[int, float] = {}
     for name in names:
-        out |= netlab.final_accuracy(netlab.folder_of(folder / "nodes" / name, study))
+        out |= netlab.final_accuracy(locate_run(folder / "nodes" / name, study))
     return out
 
 
@@ -113,7 +114,7 @@ def unharmed(folder: Path, method: str, seen: list[int], **options: Any) -> list
     for seed in SEEDS:
         study = netlab.study_of(METHODS[method], seed=seed, **options)
         run_study(study, out=folder / f"unharmed-{seed}")
-        found = netlab.final_accuracy(netlab.folder_of(folder / f"unharmed-{seed}", study))
+        found = netlab.final_accuracy(locate_run(folder / f"unharmed-{seed}", study))
         out.append(round(statistics.mean(found[c] for c in seen), 2))
     return out
 
@@ -129,7 +130,7 @@ def outcome(
     """Return what every run reports: rounds, accuracy of it and of unharmed runs, and the replay."""
     names = list(seen.rounds)
     found = accuracies(folder, study, ended)
-    places = [netlab.folder_of(folder / "nodes" / name, study) for name in names]
+    places = [locate_run(folder / "nodes" / name, study) for name in names]
     return {
         "method": method, "nodes": len(names), "rounds": options["rounds"], "deadline_s": DEADLINE,
         "statuses": seen.statuses,
@@ -198,9 +199,7 @@ def partition(emit: netlab.Emit, folder: Path) -> None:
         ]
         seen = watch(folder / "partition", study, net, steps, set(), emit)
     edges = pd.concat(
-        pd.read_parquet(
-            netlab.folder_of(folder / "partition/nodes" / name, study) / "edges.parquet"
-        )
+        pd.read_parquet(locate_run(folder / "partition/nodes" / name, study) / "edges.parquet")
         for name in names
     )
     arrived = edges[edges["purpose"].astype(str) != "missing"]

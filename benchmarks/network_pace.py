@@ -22,7 +22,7 @@ import pandas as pd
 from coterie.net import fleet, nodefile
 from coterie.net import replay as replays
 from coterie.net.node import Node
-from coterie.net.process import open_node
+from coterie.net.process import locate_run, open_node
 from coterie.net.transport import WAIT
 
 NODES, AFTER, PORT = 8, 5, 30100
@@ -176,7 +176,7 @@ def _wait_for_nobody(folder: Path, slow: int, port: int) -> netlab.Result:
         for name in names:
             nodes.start(name)
         nodes.wait(900)
-    runs = [netlab.folder_of(folder / "nodes" / name, study) for name in names]
+    runs = [locate_run(folder / "nodes" / name, study) for name in names]
     took, ages, missing = [], list[float](), 0
     for run in runs:
         frame = pd.read_parquet(run / "metrics.parquet")

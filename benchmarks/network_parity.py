@@ -12,7 +12,7 @@ import pandas as pd
 import web_proxy
 
 from coterie.net import fleet
-from coterie.net.process import ALONE
+from coterie.net.process import ALONE, locate_run
 from coterie.studies.run import run_study
 
 METHODS = {
@@ -105,8 +105,8 @@ def parity(emit: netlab.Emit, folder: Path, chosen: list[str], port: int = 27000
         study = netlab.study_of(METHODS[method], clients=NODES, rounds=ROUNDS)
         names = run_nodes(place, study, port + 10 * number)
         run_study(study, out=place / "simulated")
-        nodes = [netlab.folder_of(place / "nodes" / name, study) for name in names]
-        found = compare(nodes, netlab.folder_of(place / "simulated", study))
+        nodes = [locate_run(place / "nodes" / name, study) for name in names]
+        found = compare(nodes, locate_run(place / "simulated", study))
         emit({"method": method, "nodes": NODES, "rounds": ROUNDS, **found,
               "seconds": round(time.perf_counter() - began, 1)})  # fmt: skip
 
@@ -134,8 +134,8 @@ def behind(emit: netlab.Emit, folder: Path, chosen: list[str], port: int = 7447)
                 server.kill()
                 server.wait()
             run_study(study, out=place / "simulated")
-            nodes = [netlab.folder_of(place / "fleet/nodes" / name, study) for name in names]
-            found = compare(nodes, netlab.folder_of(place / "simulated", study))
+            nodes = [locate_run(place / "fleet/nodes" / name, study) for name in names]
+            found = compare(nodes, locate_run(place / "simulated", study))
             asked = (place / "proxy.log").read_text().splitlines()
             emit({"method": method, "nodes": 8, "only dial out": len(OUTBOUND), "rounds": ROUNDS, **found,
                   "dialed by the proxy": len(set(asked)), "relay killed": KILLS,
@@ -185,7 +185,7 @@ def replays(emit: netlab.Emit, folder: Path, port: int = 27200) -> None:
         place = folder / f"replay-{number}"
         study = netlab.study_of(METHODS[method], clients=NODES, rounds=40, train=105, epochs=8)
         names = run_nodes(place, study, port + 10 * number, kill="node-04")
-        nodes = [netlab.folder_of(place / "nodes" / name, study) for name in names]
+        nodes = [locate_run(place / "nodes" / name, study) for name in names]
         events = [
             line for path in nodes for line in (path / "arrivals.jsonl").read_text().splitlines()
         ]

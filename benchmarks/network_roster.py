@@ -12,6 +12,7 @@ import netlab
 import network_alarms
 
 from coterie.net import fleet, identity, setup
+from coterie.net.process import locate_run
 from coterie.studies import config
 
 NODES, ROUNDS, PORT = 8, 120, 23900
@@ -92,7 +93,7 @@ def _missing(place: Path, study: config.StudyConfig, names: list[str]) -> Counte
     found: Counter[str] = Counter()
     for name in names:
         journal = (
-            netlab.folder_of(place / "nodes" / name, study.select_run(study.methods[0].label, 0))
+            locate_run(place / "nodes" / name, study.select_run(study.methods[0].label, 0))
             / "arrivals.jsonl"
         )
         for line in journal.read_text().splitlines():

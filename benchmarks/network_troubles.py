@@ -22,6 +22,7 @@ import network_churn
 
 from coterie.errors import CoterieError
 from coterie.net import fleet
+from coterie.net.process import locate_run
 
 NODES, ROUNDS, PORT = 12, 40, 29500
 DELAY = 0.1  # seconds of each direction: a question and its answer take 0.2 s
@@ -189,7 +190,7 @@ def troubles(emit: netlab.Emit, folder: Path) -> None:
         act(24, f"{FROZEN} goes on", lambda: nodes.processes[FROZEN].send_signal(signal.SIGCONT))
         statuses = nodes.wait(1200)
         places = [
-            netlab.folder_of(place / ("disk" if name == FULL else "nodes") / name, study)
+            locate_run(place / ("disk" if name == FULL else "nodes") / name, study)
             for name in names
         ]
         ended = [number for number, name in enumerate(names) if name != DEAD]
