@@ -138,7 +138,7 @@ class _TimedRound:
         reads_first: bool,
     ) -> None:
         self.clock, self.index, self.begin, self.deadline = clock, index, begin, deadline
-        self.clients, self.reads_first = clients, reads_first
+        self.clients = clients
         self.sent = np.zeros(len(clients))
         self.received = np.zeros(len(clients))
         self.asked = 0
