@@ -242,6 +242,7 @@ def test_on_a_device_nothing_is_compiled_and_one_line_says_so():
     ids=lambda part: part.kind if isinstance(part, Method) else "-".join(part),
 )
 @pytest.mark.filterwarnings("ignore:.* while clients start from different models")
+@pytest.mark.filterwarnings("ignore:cfl. once it has split, 4 of 6 clients take part")
 def test_what_methods_can_do_otherwise_runs_on_a_device(
     cuda: Cuda, method: Method, changes: dict[str, Any]
 ):

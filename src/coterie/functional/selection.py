@@ -529,6 +529,32 @@ def cohort_size(members: int, participation: float | int, least: int = 1) -> int
     return min(members, max(least, math.floor(participation * members + 0.5)))
 
 
+def chance_to_take_part(members: int, population: int, cohort: int, least: int) -> float:
+    """Return how probable it is that so many members of a group are in a cohort drawn uniformly.
+
+    Args:
+        members: of the group.
+        population: number of clients in all, of which the group is a part.
+        cohort: clients drawn.
+        least: of the group.
+
+    Example:
+        >>> round(chance_to_take_part(6, 12, 3, 3), 4)  # 20 of 220 cohorts are in one half
+        0.0909
+    """
+
+    def log_ways(whole: int, part: int) -> float:
+        if not 0 <= part <= whole:
+            return -math.inf
+        return math.lgamma(whole + 1) - math.lgamma(part + 1) - math.lgamma(whole - part + 1)
+
+    fewer = 0.0
+    for number in range(least):
+        ways = log_ways(members, number) + log_ways(population - members, cohort - number)
+        fewer += math.exp(ways - log_ways(population, cohort))
+    return max(0.0, 1 - fewer)
+
+
 def share_places(
     sizes: Sequence[int], often: Float[Tensor, " groups"], total: int, *, least: int
 ) -> list[int]:

@@ -462,6 +462,18 @@ class Method(Configurable, ABC):
         """
         return ""
 
+    def describe_standstill(self, population: int, participation: float | int, rounds: int) -> str:
+        """Describe what a run with these settings would leave undone; "" for nothing.
+
+        A run warns of it before the first round, since its results look like others.
+
+        Args:
+            population: how many clients there are.
+            participation: a share in (0, 1], or a count of clients above 1.
+            rounds: of the run.
+        """
+        return ""
+
     @abstractmethod
     def init_state(self, task: Task, rng: Rng) -> State:
         """Return the state before the first round."""

@@ -13,7 +13,14 @@ from coterie.exchange.base import Message
 from coterie.functional import clustering
 from coterie.functional.aggregation import average_models
 from coterie.functional.robust import Aggregation
-from coterie.methods.server import Averaging, Clusters, ServerContext, ServerMethod, cluster_sizes
+from coterie.methods.server import (
+    Averaging,
+    Clusters,
+    ServerContext,
+    ServerMethod,
+    cluster_sizes,
+    describe_rare_averages,
+)
 from coterie.rng import Rng
 
 
@@ -84,6 +91,14 @@ class Cfl(ServerMethod):
     def averaging(self) -> Averaging:
         """By samples, or by a rule."""
         return Averaging(rule=self.aggregation)
+
+    def describe_standstill(self, population: int, participation: float | int, rounds: int) -> str:
+        """See `Method.describe_standstill`: cohorts too small for the two parts of a split."""
+        splits = population >= 2 * self.min_cluster_size and rounds > self.warmup_rounds + 1
+        if self.participation == "full" or not splits:
+            return ""
+        said = describe_rare_averages(population, participation, 2)
+        return said and f"once it has split, {said}"
 
     def init_server_state(self, task: Task, rng: Rng) -> CflClusters:
         """Return one cluster and no updates."""

@@ -11,7 +11,14 @@ from coterie._util.settings import PositiveInt
 from coterie.exchange.base import Message
 from coterie.functional import clustering
 from coterie.functional.robust import Aggregation
-from coterie.methods.server import Averaging, Clusters, ServerContext, ServerMethod, cluster_sizes
+from coterie.methods.server import (
+    Averaging,
+    Clusters,
+    ServerContext,
+    ServerMethod,
+    cluster_sizes,
+    describe_rare_averages,
+)
 from coterie.rng import Rng
 
 
@@ -49,6 +56,12 @@ class OneShot(ServerMethod):
     def averaging(self) -> Averaging:
         """By samples, or by a rule."""
         return Averaging(rule=self.aggregation)
+
+    def describe_standstill(self, population: int, participation: float | int, rounds: int) -> str:
+        """See `Method.describe_standstill`: cohorts too small for the clusters."""
+        if rounds <= self.warmup_rounds:
+            return ""
+        return describe_rare_averages(population, participation, self.clusters)
 
     def select_cohort(
         self, shared: Clusters, rng: Rng, population: int, participation: float | int

@@ -1,5 +1,6 @@
 """PENS: gossip with peers whose models fit the client's data more often than chance."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, final
 
@@ -142,6 +143,30 @@ class Pens(PeerMethod):
         # A threshold below 0 must not admit peers that were never kept.
         often = memory.count > max(0.0, self.min_times_kept(population))
         return memory.ids.long().masked_fill(~often, -1)
+
+    def describe_standstill(self, population: int, participation: float | int, rounds: int) -> str:
+        """See `Method.describe_standstill`: thresholds that nobody reaches by being kept."""
+        length, least = self.stage_one_rounds, max(0.0, self.min_times_kept(population))
+        if rounds <= length or population < 2:
+            return ""
+        if least >= length:
+            return (
+                "in stage two every client trains alone: it reads members that it kept more than "
+                f"{least:.4g} times in stage one, which has {length} rounds; expected num_kept "
+                f"({self.num_kept}) below the number of others ({population - 1}), and "
+                "stage_one_rounds of 1 or more"
+            )
+        cohort = selection.cohort_size(population, participation)
+        share = cohort / population
+        # Counts are whole: thresholds between the same two of them admit the same members.
+        if math.floor(least) == math.floor(least * share):
+            return ""
+        return (
+            f"with {cohort} of {population} clients a round, a client takes part in about "
+            f"{share * length:.0f} of the {length} rounds of stage one, and in stage two reads only "
+            f"members that it kept more than {least:.4g} times, as often as chance gives in all "
+            f"{length}: many clients then train alone; raise participation"
+        )
 
     def exchange(self, rnd: Round, state: State) -> tuple[State, Info]:
         """Draw, pull, in stage one score and keep the best, average."""

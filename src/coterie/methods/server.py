@@ -6,6 +6,7 @@ role is: they are pure functions of the server's state, the cohort's message and
 see nothing else of any client.
 """
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ from coterie.exchange.base import (
     find_gather,
 )
 from coterie.exchange.narrowed import narrow_message
-from coterie.functional import aggregation, metrics, robust
+from coterie.functional import aggregation, metrics, robust, selection
 from coterie.functional.metrics import Metric
 from coterie.functional.robust import Aggregation
 from coterie.methods.base import Info, Method, Round, State, map_tensors
@@ -192,6 +193,17 @@ class Averaging:
             context: see `merge_groups`.
         """
         mean = self.merge_groups(message, label, shared.models, least, context)
+        arrived = torch.bincount(label, minlength=len(mean))
+        came = arrived >= torch.as_tensor(least)
+        if bool(((arrived > 0) & ~came).any()):
+            # The same text each time, so that it is shown once.
+            warnings.warn(
+                "too few clients of a cluster sent a model in a round, fewer than 3 and not all of "
+                "the cluster or of the cohort: its model stays as it was, there and in other such "
+                "rounds",
+                TooFewUpdates,
+                stacklevel=2,
+            )
         if self.is_plain_mean:
             return replace(shared, models=mean)
         moved, velocity = aggregation.apply_server_momentum(
@@ -203,8 +215,7 @@ class Averaging:
             nesterov=self.nesterov,
         )
         # `least` is 0 for a cluster without members: no update at all would be enough.
-        came = torch.bincount(label, minlength=len(mean)) >= torch.as_tensor(least)
-        active = (came & (torch.bincount(label, minlength=len(mean)) > 0)).to(mean.device)[:, None]
+        active = (came & (arrived > 0)).to(mean.device)[:, None]
         # A cluster without enough updates keeps its velocity too: its gap is 0, but momentum alone
         # would still move the model.
         return replace(
@@ -212,6 +223,31 @@ class Averaging:
             models=torch.where(active, moved, shared.models),
             velocity=torch.where(active, velocity, shared.velocity),
         )
+
+
+class TooFewUpdates(UserWarning):
+    """A model stayed as it was, since fewer clients than an average needs sent theirs."""
+
+
+def describe_rare_averages(population: int, participation: float | int, clusters: int) -> str:
+    """Describe how rarely clusters are averaged; "" where they are in half of the rounds or more.
+
+    Args:
+        population: how many clients there are.
+        participation: of the run; the cohort is drawn among all clients, not in each cluster.
+        clusters: how many, of about the same size.
+    """
+    cohort = selection.cohort_size(population, participation, least=MIN_UPDATES)
+    members = population // min(clusters, population)
+    least = min(MIN_UPDATES, members, cohort)
+    chance = selection.chance_to_take_part(members, population, cohort, least)
+    if chance >= 0.5:
+        return ""
+    return (
+        f"{cohort} of {population} clients take part in a round, so that a cluster of {members} has "
+        f"the {least} whose models are averaged in about {100 * chance:.0f} % of the rounds; in the "
+        "others its model stays as it is: raise participation, or have fewer clusters"
+    )
 
 
 def cluster_sizes(label: Int[Tensor, " population"], clusters: int) -> Int[Tensor, " clusters"]:

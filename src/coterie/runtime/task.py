@@ -1,5 +1,6 @@
 """Build the task of a run: its model with the data of the hosted clients."""
 
+import warnings
 from functools import partial
 
 from coterie._util.importing import import_function
@@ -15,6 +16,10 @@ from coterie.methods.server import explain_single_models
 from coterie.models.layout import ModelSource, find_adapter, find_output_name, resolve_model
 from coterie.models.pretrained import AdapterConfig
 from coterie.runtime.settings import DTYPES, Settings
+
+
+class StandsStill(UserWarning):
+    """A run would leave a part of what its method does undone, although it looks like others."""
 
 
 def make_task(
@@ -96,6 +101,11 @@ def make_task(
         raise ConfigError(
             f"loss {loss.kind!r} can be below 0; {method.kind} cannot have it: {reason}"
         )
+    said = method.describe_standstill(
+        federation.population, settings.participation, settings.rounds
+    )
+    if said:
+        warnings.warn(f"{method.kind}: {said}", StandsStill, stacklevel=3)
     spec = ModelSpec(
         method.build_model(resolve_model(model, federation.features, outputs, federation.parts)),
         init=settings.init,

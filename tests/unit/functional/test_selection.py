@@ -283,3 +283,14 @@ def test_peers_are_found_in_lists_and_empty_slots_in_none():
     found = selection.find_listed(peers, torch.tensor([[2, -1], [3, 9]]))
     assert found.tolist() == [[False, True, False], [False, False, True]]
     assert not selection.find_listed(peers, peers[:, :0]).any()
+
+
+@pytest.mark.parametrize(
+    ("members", "cohort", "least"), [(6, 4, 3), (2, 5, 2), (9, 2, 1), (3, 9, 3)]
+)
+def test_the_chance_to_take_part_is_the_share_of_cohorts(members, cohort, least):
+    """Of nine clients, all cohorts are counted; the group is the first of them."""
+    cohorts = list(itertools.combinations(range(9), cohort))
+    enough = sum(sum(one < members for one in chosen) >= least for chosen in cohorts)
+    found = selection.chance_to_take_part(members, 9, cohort, least)
+    assert found == pytest.approx(enough / len(cohorts), abs=1e-12)

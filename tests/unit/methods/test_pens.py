@@ -13,7 +13,8 @@ from coterie.functional import selection
 from coterie.methods import base
 from coterie.methods.base import PeerMethod, average_models
 from coterie.methods.pens import Pens, PensMemory
-from coterie.testing import tiny_federation
+from coterie.runtime.task import StandsStill, make_task
+from coterie.testing import tiny_federation, tiny_settings
 
 
 def count_kept(memory, population):
@@ -208,3 +209,20 @@ def test_impossible_settings_are_refused(play):
         Pens(stage_one_rounds=-1)
     _, info = play(Pens(num_sampled=50, num_kept=50), tiny_federation(3)).exchange()
     assert info["peers"].shape == (3, 2)
+
+
+def test_stage_two_in_which_nobody_is_read_is_warned_of():
+    """Two of two others are kept in all five rounds, and 5 is not above 2 x 5 / 2.
+
+    With three others 5 is above 2 x 5 / 3. Ten of twenty take part in half of the rounds, in which
+    chance keeps a member 2 x 10 / 19 times and not 2 x 20 / 19; with one kept of ten rounds both
+    are below 1, and admit the same members.
+    """
+    method, settings = Pens(stage_one_rounds=5), tiny_settings(rounds=10)
+    with pytest.warns(StandsStill, match=r"^pens: in stage two every client trains alone: .* 5 "):
+        make_task(tiny_federation(3), method, "linear", settings)
+    make_task(tiny_federation(4), method, "linear", settings)
+    half = tiny_settings(rounds=30, participation=10)
+    with pytest.warns(StandsStill, match=r"10 of the 20 rounds of stage one, .* 2.105 times"):
+        make_task(tiny_federation(20), Pens(stage_one_rounds=20), "linear", half)
+    make_task(tiny_federation(20), Pens(num_kept=1, stage_one_rounds=10), "linear", half)

@@ -1,6 +1,7 @@
 """How servers average, for every method with a server whose options say it."""
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -8,17 +9,20 @@ from torch import nn
 
 from coterie.errors import ConfigError
 from coterie.exchange.base import Message
+from coterie.methods.cfl import Cfl
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FairAvg, FedAvg, FedAvgM
 from coterie.methods.fedgwc import FedGwc
 from coterie.methods.fedprox import FedProx
 from coterie.methods.fesem import FeSem
+from coterie.methods.oneshot import OneShot
 from coterie.methods.pfedme import PFedMe
-from coterie.methods.server import ServerContext, ServerMethod
+from coterie.methods.server import Averaging, Clusters, ServerContext, ServerMethod, TooFewUpdates
 from coterie.models.layout import Layout
 from coterie.papers.fedgwc import PublishedFedGwc
 from coterie.rng import Rng
-from coterie.testing import run_method, tiny_settings
+from coterie.runtime.task import StandsStill, make_task
+from coterie.testing import run_method, tiny_federation, tiny_settings
 
 LAYOUT = Layout(nn.Linear(1, 1, bias=False), torch.float64)
 ANSWERS = Message(
@@ -169,3 +173,43 @@ def test_a_forgotten_return_of_a_server_is_one_line():
         match=r"forgetful: aggregate returned None; expected the server's new state: is a",
     ):
         run_method(Forgetful())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [OneShot(clusters=2, warmup_rounds=3), Cfl(participation="partial", warmup_rounds=3)],
+    ids=lambda one: one.kind,
+)
+def test_cohorts_too_small_for_the_clusters_are_warned_of(method):
+    """Four of twelve have three or more of one half in (20 x 6 + 15) of 495 cohorts, 27 %.
+
+    Of eight they have them in 84 %, and the warning would be an error here.
+    """
+    federation = tiny_federation(12)
+    line = rf"^{method.kind}: .*4 of 12 clients .* a cluster of 6 has the 3 .* about 27 % of the"
+    with pytest.warns(StandsStill, match=line):
+        make_task(federation, method, "linear", tiny_settings(rounds=9, participation=4))
+    for quiet in ({"participation": 8}, {}, {"participation": 4, "rounds": 3}):
+        make_task(federation, method, "linear", tiny_settings(**{"rounds": 9, **quiet}))
+
+
+def test_a_cluster_that_stays_for_want_of_models_is_warned_of():
+    """Two of three came back where three are needed: cluster 0 stays; one of one moves cluster 1."""
+    models = torch.tensor([[4.0], [8.0]], dtype=torch.float64)
+    shared = Clusters(models, models[:, :0], torch.tensor([0, 0, 0, 1]))
+    message = Message(
+        torch.tensor([[1.0], [2.0], [6.0]], dtype=torch.float64),
+        {"samples": torch.ones(3)},
+        torch.tensor([0, 1, 3]),
+    )
+    with pytest.warns(TooFewUpdates, match="its model stays as it was"):
+        moved = Averaging().update_models(
+            shared, message, shared.label[message.ids], torch.tensor([3, 1])
+        )
+    assert moved.models.tolist() == [[4.0], [6.0]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        moved = Averaging().update_models(
+            shared, message, shared.label[message.ids], torch.tensor([2, 1])
+        )
+    assert moved.models.tolist() == [[1.5], [6.0]]
