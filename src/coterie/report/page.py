@@ -466,8 +466,8 @@ def _render_mean(
     if row is None:
         return "<td>–</td>"
     text = metric.format_value(row["mean"])
-    # One seed has no deviation.
-    if row["seeds"] > 1:
+    # One seed has no deviation, and neither has a mean that is not known.
+    if row["std"] is not None:
         text += f" <small>± {metric.format_value(row['std'])}</small>"
     if row["seeds"] < seeds:
         text += f" <small>(n {row['seeds']})</small>"

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogFormatter, StrMethodFormatter
+from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator, StrMethodFormatter
 from scipy import sparse
 
 from coterie._util.mappings import map_values
@@ -107,6 +107,8 @@ def draw_curves(
         if log:
             set_log_scale(axes, "y")
         axes.set(xlabel="round", ylabel=format_axis_label(one, split))
+        # Of few rounds there would be marks between them.
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if not rows:
         wanted = " or ".join(one.name for one in metrics)
         raise DataError(
@@ -280,7 +282,10 @@ def draw_bars(runs: NamedRuns, *, metric: str | None = None, cluster: str = "all
         # would have the looks of the first.
         kind = kinds[row[0]]
         is_band = kind in ("random", "oracle") and kind not in across
-        across.add(kind)
+        # One that is not defined says so at a place of its own.
+        is_band = is_band and math.isfinite(row[1])
+        if is_band:
+            across.add(kind)
         (bands if is_band else others).append(row)
     figure, axes = make_single_figure()
     scale = shown.scale

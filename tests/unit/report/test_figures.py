@@ -692,3 +692,25 @@ def test_a_second_random_is_no_band_with_the_looks_of_the_first(tmp_path, write_
     axes = plots.draw_bars(found)[0].axes[0]
     assert axes.get_legend_handles_labels()[1] == ["Random"]
     assert [one.get_text() for one in axes.get_xticklabels()] == ["Random of 5"]
+
+
+def test_a_random_that_diverged_is_no_band_that_nobody_sees(tmp_path, write_run, final_rows):
+    for label, value in {"Random": float("nan"), "Random again": 0.5}.items():
+        write_run(
+            tmp_path / "s" / label / "seed-0", kind="random", label=label, seed=0,
+            metrics=final_rows([value], [-1]),
+        )  # fmt: skip
+    found = [(run.label, run) for run in load_runs([tmp_path / "s"])[0]]
+    axes = plots.draw_bars(found)[0].axes[0]
+    assert axes.get_legend_handles_labels()[1] == ["Random again"]
+    assert [one.get_text() for one in axes.get_xticklabels()] == ["Random"]
+    assert [one.get_text() for one in axes.texts] == ["not defined"]
+
+
+def test_marks_of_an_axis_of_rounds_are_rounds(tmp_path, write_run):
+    rows = [(r, 0, -1, "validation", "current", "accuracy", 0.5 + 0.1 * r) for r in (0, 1)]
+    write_run(tmp_path / "s" / "A" / "seed-0", kind="local", label="A", seed=0, metrics=rows)
+    found = [("A", run) for run in load_runs([tmp_path / "s"])[0]]
+    marks = plots.draw_curves(found)[0].axes[0].get_xticks()
+    assert len(marks) >= 2
+    assert all(float(mark).is_integer() for mark in marks)

@@ -363,3 +363,13 @@ def test_the_largest_epsilon_is_not_known_where_one_is_not(tmp_path, write_run, 
     write_run(tmp_path / "s" / "A" / "seed-0", kind="dac", label="A", seed=0, metrics=rows)
     (line,) = describe_privacy(load_runs([tmp_path / "s"])[0])
     assert line.endswith(": A – (–)")
+
+
+def test_a_mean_that_is_not_known_has_no_deviation(tmp_path, write_run, final_rows):
+    for seed, value in enumerate((0.5, float("nan"))):
+        write_run(
+            tmp_path / "s" / "A" / f"seed-{seed}", kind="local", label="A", seed=seed,
+            metrics=final_rows([value], [-1]) + final_rows([value], [-1], metric="loss"),
+        )  # fmt: skip
+    text = page.write_report(tmp_path / "s").read_text("utf-8")
+    assert "<td>2</td><td>–</td>" in text
