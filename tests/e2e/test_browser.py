@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.selection import full
+from tests.unit.conftest import final_rows, listed, write_run
 
 import coterie
 from coterie._util import manifest
@@ -723,3 +724,35 @@ def test_a_thousand_clients_open_and_react_within_two_seconds(browser, tmp_path,
     )
     assert all(took > 0 for took in thread.values())
     assert {name: took for name, took in thread.items() if took > 2000} == {}
+
+
+def test_a_client_that_diverged_and_names_that_are_cut_hide_nothing(browser, tmp_path):
+    """Under DAC the first client diverged; the names of the others begin with the same 16 letters."""
+    names = {"0": "Oslo", "1": "University hospital, ward A", "2": "University hospital, ward B"}
+    for label, values in {
+        "Local": [0.5, 0.502, 0.504],
+        "DAC": [float("nan"), 0.503, 0.505],
+    }.items():
+        folder = write_run(
+            tmp_path / "s" / label / "seed-0", kind=label.lower(), label=label, seed=0,
+            metrics=final_rows(values, [-1] * 3) + final_rows(values, [-1] * 3, metric="loss"),
+            edges=[(0, 1, 2, "mix", 0.5, 10), (1, 2, 0, "mix", 0.5, 10)] if label == "DAC" else (),
+        )  # fmt: skip
+        stored = json.loads((folder / "provenance.json").read_text("utf-8"))
+        (folder / "provenance.json").write_text(json.dumps({**stored, "client_names": names}))
+        listed(folder)
+    address = write_report(tmp_path / "s").as_uri()
+    load(browser, address, "clients")
+    heads = [one.text for one in browser.find_elements(By.CSS_SELECTOR, "#view-clients th")]
+    assert heads[:4] == ["Client", "Id", "DAC", "Local"]
+    # Differences of 0.2 points have marks of their own.
+    marks = browser.execute_script(
+        "return [0.501, 0.502].map(tick(metricOf(page.data, 'accuracy')))"
+    )
+    assert marks == ["50.1 %", "50.2 %"]
+    load(browser, address, "graph")
+    shown = browser.execute_script(
+        "return [...page.charts.values()][0].drawn.getOption().series[0].data.map((one) => one.name)"
+    )
+    assert sorted(shown) == ["Oslo", "University… (1)", "University… (2)"]
+    assert logs(browser)[0] == []
