@@ -1,5 +1,6 @@
 """Methods of two studies compared with each other: who is paired with whom, by what numbers, and what stands in the way."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +85,16 @@ def test_studies_without_a_common_label_are_compared_in_all_pairs(study):
         frozenset({"A (a)", "C (b)"}),
         frozenset({"B (a)", "C (b)"}),
     }
+
+
+def test_seeds_that_share_training_data_make_wider_intervals(study):
+    """Differences 0.05 and 0.035; a fifth is tested: 1/2 + 1/4 for 1/2, and Student's t of one degree."""
+    a = study("a", {"A": ONE})
+    b = study("b", {"A": {0: [0.55, 0.66, 0.71, 0.88], 1: [0.41, 0.64, 0.79, 0.9]}})
+    (pair,) = compare_across(a, b, share=0.2).pairs
+    error = 0.015 / math.sqrt(2) * math.sqrt(1 / 2 + 1 / 4)
+    assert pair.high - pair.difference == pytest.approx(math.tan(0.475 * math.pi) * error)
+    assert pair.p_corrected == pytest.approx(1 - 2 / math.pi * math.atan(0.0425 / error))
 
 
 def test_only_common_seeds_count(study):
