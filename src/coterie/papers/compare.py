@@ -458,6 +458,8 @@ def _describe_verdicts(
                 f"{name}: methods at different points of a sweep are not compared in pairs; "
                 f"{points}."
             ]
+        if said := pairs.describe_leaders(one.rows, one.pairs, metric, cluster):
+            return [f"{name}: {said}"]
         if not one.pairs:
             return [
                 f"{name}: its summary was stored without pairs, so nothing is said of what is "

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from coterie.functional.metrics import LOSS
 from coterie.functional.paired import CONFIDENCE, correct_holm, mean_difference
 from coterie.results.selection import select_compared_runs
 from coterie.results.stored_runs import (
@@ -15,6 +16,7 @@ from coterie.results.stored_runs import (
     UnreadableRun,
     collect_metrics,
     compute_seed_overlap,
+    have_one_loss,
     load_runs,
     main_metric,
 )
@@ -55,6 +57,9 @@ def compute_gains(
     done = select_compared_runs(runs, problems)
     metric = main_metric(runs)
     baseline = find_local_label(runs)
+    # A difference of two losses is no gain.
+    if metric == LOSS.name and not have_one_loss(runs):
+        baseline = None
     overlap = compute_seed_overlap(runs[0]) if runs else 0.0
     rows, tests = [], []
     for label, per_seed in compute_client_gains(done, baseline, metric).items():
@@ -86,6 +91,8 @@ def compute_client_gains(
     """
     # A metric without a direction keeps its sign.
     sign = collect_metrics(runs)[metric].sign or 1
+    # Methods with losses of their own may lack each other's metrics.
+    runs = [run for run in runs if metric in run.result_metrics]
     alone = {run.seed: run.defined_values(metric) for run in runs if run.label == baseline}
     found: dict[str, dict[int, pd.Series]] = {}
     for run in runs:

@@ -533,6 +533,14 @@ def describe_unknown(rows: Iterable[Mapping[str, Any]], metric: Metric, cluster:
     return lines
 
 
+OTHER_LOSSES = (
+    "The methods minimize different losses, each in a unit of its own: these values are not "
+    "compared. Name a metric of all of them in `metrics`, and compare by it: coterie compare "
+    "--metric NAME."
+)
+"""What is said where methods have no other metric in common."""
+
+
 def describe_leaders(
     rows: Sequence[Mapping[str, Any]], pairs: Sequence[Pair], metric: Metric, cluster: str = "all"
 ) -> str:
@@ -540,6 +548,8 @@ def describe_leaders(
 
     The arguments are those of `find_leaders`.
     """
+    if any(row["metric"] == metric.name and not row.get("comparable", True) for row in rows):
+        return OTHER_LOSSES
     leading = find_leaders(rows, pairs, metric, cluster)
     seeds = 0
     for pair in pairs:

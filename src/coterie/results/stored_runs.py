@@ -527,6 +527,22 @@ def main_metric(runs: Sequence[StoredRun]) -> str:
     return metrics.REGISTRY.choose_main([*sorted(names - {metrics.MSE.name}), metrics.LOSS.name])
 
 
+def have_one_loss(runs: Iterable[StoredRun]) -> bool:
+    """Return whether all runs minimize the same loss, so that its values can be compared."""
+    return len({_describe_loss(run) for run in runs}) < 2
+
+
+def _describe_loss(run: StoredRun) -> str:
+    """Return the loss of a run as text, "" for the usual one of its targets."""
+    loss = run.method_settings.get("loss", run.config.get("loss"))
+    if isinstance(loss, str):
+        loss = {"kind": loss}
+    # On the same targets, only one of the two can be set: that which also follows from them.
+    if loss in (None, {"kind": "none"}, {"kind": "cross-entropy"}, {"kind": "mse"}):
+        return ""
+    return json.dumps(loss, sort_keys=True, default=str)
+
+
 def collect_metrics(runs: Iterable[StoredRun]) -> Metrics:
     """Return the built-in metrics, and the metrics that the methods of some runs declared."""
     known = {}

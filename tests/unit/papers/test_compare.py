@@ -359,6 +359,35 @@ def test_tables_and_verdicts_of_several_studies_say_whose_they_are(
     assert "\nPairs, test accuracy" in alone
 
 
+@pytest.mark.parametrize("other", ["my_losses:half", "cross-entropy"])
+def test_values_of_different_losses_are_not_compared(
+    tmp_path, write_run, final_rows, listed, other
+):
+    """Half of a loss is no better. A loss by name that also follows from the targets is the same."""
+    folder = tmp_path / "losses"
+    for label, scale in (("Local", 1.0), ("Half", 0.5)):
+        for seed in range(3):
+            values = [scale * (1 + 0.01 * seed + 0.1 * client) for client in range(4)]
+            run = write_run(
+                folder / label / f"seed-{seed}",
+                kind="local" if label == "Local" else "dac",
+                label=label,
+                seed=seed,
+                metrics=final_rows(values, [0, 0, 1, 1], metric="loss"),
+                study="losses",
+            )
+            if label == "Half":
+                with (run / "config.toml").open("a", encoding="utf-8") as file:
+                    file.write(f'loss = {{ kind = "{other}" }}\n')
+                listed(run)
+    of_methods(folder, "Local", seeds=range(3))
+    shown, compared = (" ".join(told(name, folder).split()) for name in ("show", "compare"))
+    for text in (shown, compared):
+        assert ("is the best" in text) == (other == "cross-entropy")
+        assert ("each in a unit of its own" in text) == (other != "cross-entropy")
+    assert ("Gain over" in shown) == ("Half over Local" in compared) == (other == "cross-entropy")
+
+
 @pytest.mark.full
 def test_fewer_pairs_by_a_metric_and_a_baseline(five):
     (content,) = json.loads(told("compare", five, "--json"))
