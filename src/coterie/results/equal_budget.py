@@ -65,6 +65,7 @@ class EqualBudget:
         pairs: of these methods with these values, over all clients.
         seeds: the seeds that the means are over; see `selection.select_compared_runs`.
         left_out: the status of each other run.
+        comparable: False where the values are those of different losses: they are not ranked.
     """
 
     study: str
@@ -77,6 +78,7 @@ class EqualBudget:
     pairs: Sequence[pairs.Pair]
     seeds: Sequence[int]
     left_out: Sequence[dict[str, Any]]
+    comparable: bool = True
 
     @property
     def heading(self) -> str:
@@ -103,6 +105,8 @@ class EqualBudget:
     @property
     def verdicts(self) -> list[str]:
         """What is established about each pair of methods."""
+        if not self.comparable:
+            return [pairs.OTHER_LOSSES]
         return [pairs.describe_pair(one, metrics.REGISTRY[self.metric]) for one in self.pairs]
 
     def describe_coverage(self) -> list[str]:
@@ -186,8 +190,9 @@ def rank_runs(
             values[label] = {}
             for run, one in zip(group, found, strict=True):
                 values[label][run.seed] = one
-    sign = metrics.REGISTRY[metric].sign
-    # NaN last, then the best first.
+    comparable = metric != metrics.LOSS.name or stored_runs.have_one_loss(chosen)
+    sign = metrics.REGISTRY[metric].sign if comparable else 0
+    # NaN last, then the best first; as they come where none is better.
     rows.sort(key=lambda row: (math.isnan(row.value), -sign * row.value))
     model: Model = "current"
     if tested:
@@ -205,9 +210,10 @@ def rank_runs(
         model=model,
         budget=budget,
         rows=rows,
-        pairs=_pair_values(chosen, values, metric, baseline),
+        pairs=_pair_values(chosen, values, metric, baseline) if comparable else [],
         seeds=whole["seeds"],
         left_out=whole["left_out"],
+        comparable=comparable,
     )
 
 

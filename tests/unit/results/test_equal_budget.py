@@ -232,3 +232,21 @@ def test_runs_without_times_are_not_ranked_by_time(tmp_path):
     write_run(tmp_path, "A", [0.1, 0.2])
     with pytest.raises(DataError, match="has no times"):
         rank_at_equal_budget(tmp_path, unit="seconds")
+
+
+def test_methods_with_different_losses_are_not_ranked_by_these(tmp_path):
+    """Half of a loss is no better: the methods stay in their order, without pairs, and a line says why."""
+    for label, loss, kind in (("first", [0.9, 0.8], "a:whole"), ("second", [0.5, 0.4], "a:half")):
+        for seed in (0, 1):
+            write_run(
+                tmp_path, label, [0.5, 0.5], per_round=10, seed=seed, classes=False, loss=loss
+            )
+            config = tmp_path / label / f"seed-{seed}" / "config.toml"
+            manifest.replace_files(
+                config.parent, {"config.toml": f'{config.read_text()}loss = "{kind}"\n'.encode()}
+            )
+    ranking = rank_at_equal_budget(tmp_path)
+    assert ranking.metric == "loss"
+    assert [(row.label, row.value) for row in ranking.rows] == [("first", 0.8), ("second", 0.4)]
+    assert not ranking.pairs
+    assert "each in a unit of its own" in ranking.verdicts[0]
