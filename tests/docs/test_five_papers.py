@@ -924,6 +924,18 @@ def test_the_claims_about_fedgwc_beside_other_methods():
     assert clusters["FedGWC"] == 7
 
 
+def test_the_claims_about_noise():
+    study = "fedgwc/cifar10-clean-noise"
+    percent = percents(study)
+    cost = percent["FedGWC", "clean"] - percent["FedGWC", "noise"]
+    assert f"which costs {cost:.1f} points, FedGWC stays one cluster" in TEXT
+    assert means(study, "n_clusters") == {"FeSEM 2": 2.0, "FedGWC": 1.0}
+    assert abs(means(study, "adjusted_rand")["FeSEM 2"]) < 0.02
+    text = (STORED / study / "config.toml").read_text()
+    assert "rounds = 10000" in text
+    assert "sigma = 0.5" in text
+
+
 def test_the_claims_about_two_folds():
     """With mirrored images a small radius is better locally alone, and without them a wide one is by both."""
     study, wide = "sosicfl/cifar10-simplecnn-2-fold", "SosicFL, radius 1"
