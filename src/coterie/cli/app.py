@@ -14,7 +14,7 @@ import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -579,6 +579,21 @@ def _format_warning(message: Warning | str, *_: Any, **__: Any) -> str:
     return f"note: {to_one_line(str(message))}\n"
 
 
+def _show_once(show: Callable[..., None]) -> Callable[..., None]:
+    """Return what shows each note once.
+
+    Python forgets what it has shown whenever a part of a program catches warnings.
+    """
+    shown = set()
+
+    def show_new(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if (category, str(message)) not in shown:
+            shown.add((category, str(message)))
+            show(message, category, *place, **more)
+
+    return show_new
+
+
 add_commands(app)
 _federation.add_commands(app)
 
@@ -624,6 +639,7 @@ def main() -> NoReturn:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one process per core; see simulation/workers.py
     # Without the place in the source, which says nothing to who gives a command.
     warnings.formatwarning = _format_warning
+    warnings.showwarning = _show_once(warnings.showwarning)
     # Names may have letters that a terminal's encoding lacks.
     for stream in (sys.stdout, sys.stderr):
         # A stream that replaces the usual one, as in tests, may have no encoding to set.

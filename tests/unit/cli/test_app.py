@@ -241,6 +241,23 @@ def test_a_quorum_that_is_over_has_a_status_of_its_own(capsys):
     assert capsys.readouterr().err == "coterie: 0 of 2 are here\n"
 
 
+def test_a_note_is_shown_once_though_warnings_are_caught_in_between(coterie, monkeypatch):
+    """What is caught in between makes Python forget what it has shown."""
+    shown = []
+
+    def warn(**_):
+        for text in ("one", "two", "one"):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+            warnings.warn(text, UserWarning, stacklevel=1)
+
+    warnings.simplefilter("always")
+    monkeypatch.setattr(warnings, "showwarning", lambda text, *_, **__: shown.append(str(text)))
+    monkeypatch.setattr(app_module, "app", warn)
+    coterie("run")
+    assert shown == ["one", "two"]
+
+
 def test_a_full_disk_is_one_line_that_says_how_to_go_on(coterie, monkeypatch):
 
     replace_files = manifest.replace_files
