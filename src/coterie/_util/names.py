@@ -43,7 +43,7 @@ def shorten_clients(
     Example:
         >>> names = {0: "St. Olavs hospital, ward A", 1: "St. Olavs hospital, ward B", 2: "Oslo"}
         >>> shorten_clients(names, names, 16)
-        {0: 'St. Olavs… (0)', 1: 'St. Olavs… (1)', 2: 'Oslo'}
+        {0: 'St. Olavs h… (0)', 1: 'St. Olavs h… (1)', 2: 'Oslo'}
     """
     whole = distinguish_clients(names, clients)
     shown = {client: shorten_text(text, most) for client, text in whole.items()}

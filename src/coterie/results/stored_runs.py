@@ -25,6 +25,7 @@ from coterie._util.mappings import drop_keys
 from coterie._util.toml import parse_toml
 from coterie.errors import DataError
 from coterie.functional import metrics
+from coterie.functional.losses import CrossEntropy, SquaredError
 from coterie.functional.metrics import Metrics
 from coterie.functional.paired import overlap_from_share
 from coterie.methods import METHODS
@@ -538,7 +539,7 @@ def _describe_loss(run: StoredRun) -> str:
     if isinstance(loss, str):
         loss = {"kind": loss}
     # On the same targets, only one of the two can be set: that which also follows from them.
-    if loss in (None, {"kind": "none"}, {"kind": "cross-entropy"}, {"kind": "mse"}):
+    if loss in (None, *({"kind": kind} for kind in ("none", CrossEntropy.kind, SquaredError.kind))):
         return ""
     return json.dumps(loss, sort_keys=True, default=str)
 
