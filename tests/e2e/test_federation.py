@@ -250,13 +250,13 @@ def test_studies_wait_in_line_and_one_that_is_withdrawn_makes_room(members, tmp_
         members.start(name)
     (tmp_path / "study.toml").write_text(study("endless", 100_000))
     coterie("propose", tmp_path / "study.toml", "--node", members.node("north"), "--data", "digits")
+    for name in NAMES:
+        members.wait_for(name, "running", "endless")
     (tmp_path / "study.toml").write_text(study("second", 300))
     coterie(
         "propose", tmp_path / "study.toml", "--node", members.node("north"), "--data", "digits",
         "--quorum", "2",
     )  # fmt: skip
-    for name in NAMES:
-        members.wait_for(name, "running", "endless")
     members.wait_for("south", "queued", "second")
     refusal = refused("withdraw", "endless", "--node", members.node("south"))
     assert "proposed by north, who alone withdraws it" in refusal
