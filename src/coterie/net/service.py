@@ -43,6 +43,7 @@ from coterie.net.servicefile import ServiceFile
 from coterie.net.statements import DIGEST, MAX_STATEMENT, Proposal, Word
 from coterie.net.wire import SIGNATURE, canonical_json
 from coterie.results import summary
+from coterie.results.coverage import MARKED_ROUNDS
 from coterie.runtime import checkpoint
 from coterie.studies.config import StudyConfig
 
@@ -276,12 +277,9 @@ class Membership:
         except (CoterieError, OSError, ValueError):  # the results were moved, or are damaged
             return ""
         text = ""
-        for key, what in (
-            ("alone", "were done alone: no message of another member arrived in them"),
-            ("skipped", "were left out, not trained: the others went on"),
-        ):
+        for key in ("alone", "skipped"):
             if number := sum(last + 1 - first for first, last in marked.get(key, ())):
-                text += f"; {number} of its rounds {what}"
+                text += f"; {number} of its rounds {MARKED_ROUNDS[key]}"
         return text
 
     def load_state(self) -> dict[str, Any]:

@@ -146,13 +146,17 @@ def describe_coverage(content: Mapping[str, Any]) -> list[str]:
     return [*lines, f"{text}."]
 
 
+MARKED_ROUNDS = {
+    "skipped": "were left out, not trained: the others went on",
+    "alone": "were done alone: no message of another member arrived in them",
+}
+"""What is said of the rounds of a node that its provenance lists by these keys."""
+
+
 def describe_skipped_rounds(content: Mapping[str, Any]) -> list[str]:
     """Describe the rounds that nodes skipped or did alone, a line for each run of summary.json."""
     lines = []
-    for key, what in (
-        ("skipped", "were left out, not trained: the others went on"),
-        ("alone", "were done alone: no message of another member arrived in them"),
-    ):
+    for key, what in MARKED_ROUNDS.items():
         for row in content.get(key, ()):
             gaps = []
             for first, last in row["rounds"]:
