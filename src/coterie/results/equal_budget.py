@@ -190,7 +190,7 @@ def rank_runs(
             values[label] = {}
             for run, one in zip(group, found, strict=True):
                 values[label][run.seed] = one
-    comparable = metric != metrics.LOSS.name or stored_runs.have_one_loss(chosen)
+    comparable = stored_runs.can_compare(chosen, metric)
     sign = metrics.REGISTRY[metric].sign if comparable else 0
     # NaN last, then the best first; as they come where none is better.
     rows.sort(key=lambda row: (math.isnan(row.value), -sign * row.value))

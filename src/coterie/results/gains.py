@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from coterie.functional.metrics import LOSS
 from coterie.functional.paired import CONFIDENCE, correct_holm, mean_difference
 from coterie.results.selection import select_compared_runs
 from coterie.results.stored_runs import (
     StoredRun,
     UnreadableRun,
+    can_compare,
     collect_metrics,
     compute_seed_overlap,
-    have_one_loss,
     load_runs,
     main_metric,
 )
@@ -58,7 +57,7 @@ def compute_gains(
     metric = main_metric(runs)
     baseline = find_local_label(runs)
     # A difference of two losses is no gain.
-    if metric == LOSS.name and not have_one_loss(runs):
+    if not can_compare(runs, metric):
         baseline = None
     overlap = compute_seed_overlap(runs[0]) if runs else 0.0
     rows, tests = [], []

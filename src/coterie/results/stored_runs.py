@@ -528,9 +528,12 @@ def main_metric(runs: Sequence[StoredRun]) -> str:
     return metrics.REGISTRY.choose_main([*sorted(names - {metrics.MSE.name}), metrics.LOSS.name])
 
 
-def have_one_loss(runs: Iterable[StoredRun]) -> bool:
-    """Return whether all runs minimize the same loss, so that its values can be compared."""
-    return len({_describe_loss(run) for run in runs}) < 2
+def can_compare(runs: Iterable[StoredRun], metric: str) -> bool:
+    """Return whether the values of a metric can be compared between runs.
+
+    Those of the loss can where all minimize the same one: each is in a unit of its own.
+    """
+    return metric != metrics.LOSS.name or len({_describe_loss(run) for run in runs}) < 2
 
 
 def _describe_loss(run: StoredRun) -> str:

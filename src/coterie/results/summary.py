@@ -23,11 +23,11 @@ from coterie.results.stored_runs import (
     OVERALL,
     StoredRun,
     UnreadableRun,
+    can_compare,
     collect_metrics,
     compute_seed_overlap,
     find_declared_value,
     group_by_label,
-    have_one_loss,
     load_cluster_names,
     load_runs,
     main_metric,
@@ -130,9 +130,10 @@ def _build_rows(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[dic
 
     Of more than `MOST_CLUSTERS` planted clusters, over all clients and over clusters alone.
     """
-    rows, one_loss = [], have_one_loss(runs)
+    rows = []
     for group in group_by_label(runs).values():
         for metric in _list_result_metrics(group):
+            comparable = can_compare(runs, metric)
             reduced: dict[int | str, list[float]] = {}
             for run in group:
                 for cluster, value in compute_cluster_means(run, metric).items():
@@ -146,7 +147,7 @@ def _build_rows(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[dic
                 row = describe_method(group[0])
                 row |= {"cluster": names.get(cluster, str(cluster)), "metric": metric}
                 row |= {"mean": mean, "std": deviation, "seeds": len(values)}
-                if metric == metrics.LOSS.name and not one_loss:
+                if not comparable:
                     row["comparable"] = False
                 rows.append(row)
     return rows
@@ -205,8 +206,7 @@ def compare_methods(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list
     unknown = forget_clusters(planted)
     out = []
     for metric in dict.fromkeys([main_metric(runs), *measured]):
-        # Each loss is in a unit of its own: half a loss is no better.
-        if metric == metrics.LOSS.name and not have_one_loss(runs):
+        if not can_compare(runs, metric):
             continue
         if known[metric].sign:
             groups = planted if metric in main else unknown
