@@ -335,13 +335,9 @@ def simulate(
         # Of the data as they were given, before anything is changed in them.
         if folder is not None:
             data = federation.compute_digest()
-        # Newcomers first: the rest of the run is that of a federation without them.
-        parts = separate_newcomers(federation, settings, method, seed)
-        attacked = attackers.choose_attackers(federation, settings.attack_list, seed)
-        federation = attackers.flip_labels(federation, attacked)
-        taking = federation
-        if parts is not None:
-            taking = parts.participants
+        parts, attacked, federation, taking = _select_participants(
+            federation, settings, method, seed
+        )
         reporting: AbstractContextManager[Any] = nullcontext()
         if notes is not None:
             reporting = report_compiling(lambda text: notes(Note(label or method.kind, seed, text)))
@@ -465,12 +461,7 @@ def reopen_loop(
         raise CheckpointError(
             f"{folder} has no {checkpoint.FILE}; expected the folder of a run that has begun"
         )
-    parts = separate_newcomers(federation, settings, method, seed)
-    attacked = attackers.choose_attackers(federation, settings.attack_list, seed)
-    federation = attackers.flip_labels(federation, attacked)
-    taking = federation
-    if parts is not None:
-        taking = parts.participants
+    parts, attacked, federation, taking = _select_participants(federation, settings, method, seed)
     own = dataclasses.replace(settings, **checkpoint.load_engine(Path(folder)))
     task = make_task(taking, method, model, own, follows_phases=True)
     loop = _make_loop(task, federation, method, settings, seed, None, parts, attacked)
@@ -500,12 +491,21 @@ def compute_run_identity(
         settings: of the run.
         seed: of the run.
     """
-    parts = separate_newcomers(federation, settings, method, seed)
-    attacked = attackers.choose_attackers(federation, settings.attack_list, seed)
-    taking = attackers.flip_labels(federation, attacked) if parts is None else parts.participants
+    *_, taking = _select_participants(federation, settings, method, seed)
     return checkpoint.compute_identity(
         method, settings, seed, taking, task, custom_model_name(model)
     )
+
+
+def _select_participants(
+    federation: Federation, settings: Settings, method: Method, seed: int
+) -> tuple[NewcomerSplit | None, attackers.AttackGroups, Federation, Federation]:
+    """Return the newcomers, the attackers, all data as the run sees them, and those that take part."""
+    # Newcomers first: the rest of the run is that of a federation without them.
+    parts = separate_newcomers(federation, settings, method, seed)
+    attacked = attackers.choose_attackers(federation, settings.attack_list, seed)
+    flipped = attackers.flip_labels(federation, attacked)
+    return parts, attacked, flipped, flipped if parts is None else parts.participants
 
 
 def _make_loop(
