@@ -21,9 +21,8 @@ from coterie.models.given import find_equal_rows, list_kept_tensors
 from coterie.models.layout import (
     InputConversion,
     Layout,
-    NamedModel,
-    custom_model_name,
     draw_initial_params,
+    is_bundled,
     make_template,
     resolve_model,
 )
@@ -80,10 +79,9 @@ class ClientModel:
         ranks = None
         if spec.adapter is not None and not spec.adapter.has_one_rank:
             ranks = ClientRanks.build(layout, _list_ranks(spec.adapter, federation))
-        bundled = isinstance(spec.source, str | NamedModel) and not custom_model_name(spec.source)
         return ClientModel(
             make, layout, sharing, spec.init, spec.buffers, options.device, ranks=ranks,
-            bundled=bundled,
+            bundled=is_bundled(spec.source),
         )  # fmt: skip
 
     def initial_models(

@@ -763,6 +763,11 @@ def custom_model_name(model: ModelSource) -> str:
     return ""
 
 
+def is_bundled(model: ModelSource) -> bool:
+    """Return whether a model is a bundled network, of which its name and settings say all."""
+    return isinstance(model, str | NamedModel) and not custom_model_name(model)
+
+
 def make_template(model: Callable[[], nn.Module] | nn.Module) -> nn.Module:
     """Return a module of the model, for its shapes and the frozen weights of all clients.
 

@@ -44,7 +44,7 @@ from coterie.errors import (
     describe_unknown,
     require,
 )
-from coterie.models.layout import ModelSource, NamedModel, custom_model_name
+from coterie.models.layout import ModelSource, is_bundled
 from coterie.results import gains, selection, stored_runs, summary
 from coterie.results.coverage import RunStatus
 from coterie.runtime import checkpoint, models
@@ -242,13 +242,11 @@ class _PlanWork:
             quick = replace(entry.settings, engine="loop", portable=False)
             task = check_run(federation, entry.method, model, quick)
             key = point, entry.label
-            settings = study.scale_method(entry.label).settings
-            work.add_method(key, task, settings, len(study.seeds), study.model)
+            scaled = study.scale_method(entry.label)
+            work.add_method(key, task, scaled.settings, len(study.seeds), study.model)
             if stored is not None:
                 folder = run_folder(self.folder, Job(entry.label, stored, point))
-                _check_model(
-                    folder, task, federation, study.scale_method(entry.label), model, stored
-                )
+                _check_model(folder, task, federation, scaled, model, stored)
                 # Of all seeds: no setting shows what a model loads from a file.
                 for run in (self.folder / point / entry.label).glob("seed-*"):
                     checkpoint.check_weights(run, task.model.undrawn_digest)
@@ -847,8 +845,7 @@ def _check_model(
     seed: int,
 ) -> None:
     """Refuse a stored run that began with another model of one's own than the one given now."""
-    # Settings say all of a bundled one.
-    if not custom_model_name(model) and isinstance(model, str | NamedModel):
+    if is_bundled(model):
         return
     there = checkpoint.load_provenance(folder).get("config_hash")
     if there is None:
