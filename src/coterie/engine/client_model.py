@@ -22,7 +22,6 @@ from coterie.models.layout import (
     InputConversion,
     Layout,
     draw_initial_params,
-    is_bundled,
     make_template,
     resolve_model,
 )
@@ -45,7 +44,6 @@ class ClientModel:
         device: where rows are.
         first_models: the first models that all clients share, by seed.
         ranks: of the clients' adapters; None where they have the same.
-        bundled: whether it is a network by name, all of whose weights are drawn.
     """
 
     make: Callable[[], nn.Module] | nn.Module
@@ -56,7 +54,6 @@ class ClientModel:
     device: str
     first_models: dict[int, Tensor] = field(default_factory=dict)
     ranks: ClientRanks | None = None
-    bundled: bool = False
 
     @staticmethod
     def from_spec(spec: ModelSpec, federation: Federation, options: EngineOptions) -> "ClientModel":
@@ -80,9 +77,8 @@ class ClientModel:
         if spec.adapter is not None and not spec.adapter.has_one_rank:
             ranks = ClientRanks.build(layout, _list_ranks(spec.adapter, federation))
         return ClientModel(
-            make, layout, sharing, spec.init, spec.buffers, options.device, ranks=ranks,
-            bundled=is_bundled(spec.source),
-        )  # fmt: skip
+            make, layout, sharing, spec.init, spec.buffers, options.device, ranks=ranks
+        )
 
     def initial_models(
         self, ids: Int[Tensor, " clients"], rng: Rng
@@ -166,8 +162,6 @@ class ClientModel:
         They are frozen, or of a given module, or loaded from a file by a factory. No setting shows
         them, and all runs of a study must begin with the same ones.
         """
-        if self.bundled:
-            return ""
         return self.layout.frozen_digest[:16] + _hash_entries(*self._find_undrawn())
 
     def _find_undrawn(self) -> tuple[Float[Tensor, " params"], Bool[Tensor, " params"]]:
