@@ -168,10 +168,11 @@ def compare_studies(
             one = rank_at_equal_budget(folder, budget, unit, baseline=baseline)
             found.append(one)
             shown.append(_tables.build_equal_budget_table(one))
+            name = one.study if len(folders) > 1 else ""
             if one.pairs:
-                known, name = REGISTRY[one.metric], one.study if len(folders) > 1 else ""
+                known = REGISTRY[one.metric]
                 shown.append(_tables.build_pairs_table(one.pairs, known, one.split, name))
-            notes += _name_study(one.verdicts, one.study if len(folders) > 1 else "")
+            notes += _name_study(one.verdicts, name)
             missing += one.describe_coverage()
     else:
         loaded = list(map(comparing.load_result, folders))

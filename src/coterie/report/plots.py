@@ -839,8 +839,7 @@ def draw_sweep(
     )
     if single and not table.duplicated(["kind", *asked, "seed"]).any():
         table["method"] = table["kind"]
-    overlap = max((compute_seed_overlap(run) for run, _ in found), default=0.0)
-    reduced = _reduce_over_seeds(table, "method", asked, overlap)
+    reduced = _reduce_over_seeds([run for run, _ in found], table, "method", asked)
     figure, axes = make_single_figure()
     if len(asked) == 1:
         draw_setting_lines(axes, reduced, asked[0], shown, name=called[asked[0]])
@@ -942,8 +941,7 @@ def draw_sensitivities(
             f"the finished runs here do not vary {setting}; give the folders of all points "
             "of a sweep"
         )
-    overlap = max((compute_seed_overlap(run) for run, _ in found), default=0.0)
-    reduced = _reduce_over_seeds(table, "panel", ["method", setting], overlap)
+    reduced = _reduce_over_seeds([run for run, _ in found], table, "panel", ["method", setting])
     titles = list(dict.fromkeys(reduced["panel"]))
     # A method has the same style in all panels, also in one that lacks other methods.
     order = list(dict.fromkeys(reduced["method"]))
@@ -958,9 +956,10 @@ def draw_sensitivities(
 
 
 def _reduce_over_seeds(
-    table: pd.DataFrame, first: str, others: Sequence[str], overlap: float
+    runs: Sequence[StoredRun], table: pd.DataFrame, first: str, others: Sequence[str]
 ) -> pd.DataFrame:
     """Return mean, deviation and interval over seeds, ordered by first run and setting value."""
+    overlap = max(map(compute_seed_overlap, runs), default=0.0)
     # Categories keep the order of first appearance; `groupby` would sort names by letter.
     for column in (first, *others):
         if column in ("panel", "method"):

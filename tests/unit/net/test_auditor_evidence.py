@@ -484,13 +484,18 @@ def copy_before_a_restart(logs: Logs) -> str:
     return "which ends before that start of the node"
 
 
-def a_power_cut_that_takes_the_lines_of_a_round(logs: Logs) -> str:
+def lose_the_lines_of_a_round(logs: Logs) -> None:
+    """N0 is killed in round 2, and its log ends with the round before."""
     run_of_two(logs, 2)
     path = logs.folder / "n0" / audit.FILE
     synced = path.read_bytes()
     logs.both(message(2.0, 2), 1)
     logs.open_.pop(0)._lines.close()
     path.write_bytes(synced)
+
+
+def a_power_cut_that_takes_the_lines_of_a_round(logs: Logs) -> str:
+    lose_the_lines_of_a_round(logs)
     logs.log(0).record_start(ROSTER, inc=2)
     return "which may have lost lines after its last signature, since the node was killed"
 
@@ -507,12 +512,7 @@ def fail_to_start(logs: Logs) -> None:
 
 def a_power_cut_and_a_start_that_fails(logs: Logs) -> str:
     """Such as with another table than before: that start says why it ends, and nothing of the other."""
-    run_of_two(logs, 2)
-    path = logs.folder / "n0" / audit.FILE
-    synced = path.read_bytes()
-    logs.both(message(2.0, 2), 1)
-    logs.open_.pop(0)._lines.close()
-    path.write_bytes(synced)
+    lose_the_lines_of_a_round(logs)
     fail_to_start(logs)
     report = auditor.check_log(logs.folder / "n0")
     assert (report.starts, report.unended, report.problems) == (1, 0, [])

@@ -66,6 +66,7 @@ def build_payload(
         home = folder
     metric = main_metric(runs)
     groups, drawn = group_by_label(runs), select_charted_runs(runs, problems)
+    charted = group_by_label(drawn)
     alike, unlike = _select_alike_runs(groups, drawn)
     # Seeds that are not drawn may have more clients, which no chart has a place for.
     population = max(run.population for run in chain.from_iterable(alike.values()))
@@ -116,9 +117,7 @@ def build_payload(
             "reads": build_reads(alike, cluster),
             "labels": build_labels(alike, cluster),
             # Over clients alone, whatever their clusters.
-            "cost": compute_costs(
-                {label: group_by_label(drawn).get(label, []) for label in groups}, metric
-            ),
+            "cost": compute_costs({label: charted.get(label, []) for label in groups}, metric),
             "equal": list(map(_describe_ranking, rankings)),
             "provenance": list(map(_describe_provenance, runs)),
             "clients": build_client_data(alike, metric, cluster),
