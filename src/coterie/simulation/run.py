@@ -500,7 +500,7 @@ def compute_run_identity(
 def _select_participants(
     federation: Federation, settings: Settings, method: Method, seed: int
 ) -> tuple[NewcomerSplit | None, attackers.AttackGroups, Federation, Federation]:
-    """Return the newcomers, the attackers, all data as the run sees them, and those that take part."""
+    """Return the newcomers, the attackers, all data as the run sees them, and participants' data."""
     # Newcomers first: the rest of the run is that of a federation without them.
     parts = separate_newcomers(federation, settings, method, seed)
     attacked = attackers.choose_attackers(federation, settings.attack_list, seed)
