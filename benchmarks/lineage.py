@@ -23,6 +23,7 @@ from typing import Any
 from coterie._util.origin import write_results
 from coterie.functional.metrics import REGISTRY
 from coterie.papers import compare
+from coterie.results import stored_runs, summary
 from coterie.studies.config import load_study
 from coterie.studies.run import run_study
 
@@ -57,6 +58,8 @@ def list_changes(grid: Mapping[str, Any], point: Mapping[str, Any], stage: int) 
 def find_cells(grid: Mapping[str, Any], study: str, folder: Path) -> list[dict[str, Any]]:
     """Return the scored cells of a study that ran: ours, the paper's, and the deviation.
 
+    Each has in how many rounds a client of its method trained, too.
+
     Raises:
         LookupError: when a registered cell has no number here.
     """
@@ -75,6 +78,11 @@ def find_cells(grid: Mapping[str, Any], study: str, folder: Path) -> list[dict[s
             # A number that no table of the paper prints stands in the grid.
             paper = (cell["mean"], cell.get("std")) if "mean" in cell else None
             chosen.append((line, *(paper or (line.paper, line.paper_std))))
+    runs, _ = stored_runs.load_runs([folder])
+    trained = {
+        label: summary.compute_mean_rounds(group)
+        for label, group in stored_runs.group_by_label(runs).items()
+    }
     cells = []
     for line, paper, deviation in chosen:
         scale = REGISTRY[line.metric].scale
@@ -83,6 +91,7 @@ def find_cells(grid: Mapping[str, Any], study: str, folder: Path) -> list[dict[s
                 "study": study, "row": line.row, "cluster": line.cluster, "metric": line.metric,
                 "ours": scale * line.ours, "seeds": line.seeds, "paper": scale * paper,
                 "deviation": scale * deviation if deviation else grid["deviation"],
+                "rounds": trained[line.label],
             }
         )  # fmt: skip
     return cells

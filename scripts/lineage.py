@@ -8,7 +8,7 @@ The grids are in benchmarks/lineage.toml, results in docs/reference/runs/lineage
 import json
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from _pages import REFERENCE, ROOT, STORED, table, write
@@ -79,17 +79,38 @@ def _show_result(name: str, stage: int, result: Mapping[str, Any]) -> str:
     apart = [key for key in keys if len({one[key] for one in first}) > 1] or ["row"]
     names = [", ".join(_shorten(key, one[key]) for key in apart) for one in first]
     head = ["point", "score", "mean difference", "largest difference"]
+    methods = _list_stopping(result["results"])
     rows: list[list[object]] = []
     for row in ranked:
         cells = [f"{one['ours']:.2f} / {one['paper']:.2f}" for one in row["cells"]] if few else []
         numbers = f"{row['score']:.2f}", f"{row['mean difference']:+.2f}"
-        rows.append([row["point"], *numbers, f"{row['largest difference']:+.2f}", *cells])
+        rounds = {(one["study"], one["row"]): one.get("rounds") for one in row["cells"]}
+        rows.append([
+            row["point"], *numbers, f"{row['largest difference']:+.2f}", *cells,
+            *(f"{rounds[one]:.1f}" for one in methods),
+        ])  # fmt: skip
     made = result["origin"]
     title = f"### {name}: {STAGES[stage][1].lower()}"
     where = told(f"lineage/{name}-stage-{stage}", made)
     command = f"```console\n$ {made['command']}\n```"
-    shown = table([*head, *(names if few else ())], rows)
+    several = len({one["study"] for one in first}) > 1
+    stopped = [
+        "rounds trained, "
+        + (f"{_shorten('study', study)}, " if several else "")
+        + _shorten("row", row)
+        for study, row in methods
+    ]
+    shown = table([*head, *(names if few else ()), *stopped], rows)
     return f"{title}\n\n{command}\n\n{shown}\n\nHere / paper. {where}"
+
+
+def _list_stopping(results: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return studies and rows whose clients train in more rounds with one point than another."""
+    found: dict[tuple[str, str], set[float | None]] = {}
+    for row in results:
+        for one in row["cells"]:
+            found.setdefault((one["study"], one["row"]), set()).add(one.get("rounds"))
+    return [key for key, rounds in found.items() if len(rounds) > 1]
 
 
 def _shorten(key: str, name: str) -> str:

@@ -567,7 +567,7 @@ def _origin(
         "engines": sorted({one["engine"]["name"] for one in told_}),
         "runs": len(runs),
         "rounds": max(run.num_rounds for run in runs),
-        "rounds_trained": {label: round(_trained(group), 1) for label, group in stored_runs.group_by_label(runs).items()},
+        "rounds_trained": {label: round(summary.compute_mean_rounds(group), 1) for label, group in stored_runs.group_by_label(runs).items()},
         "wall_s": round(sum(t["wall_s"] for t in content["timing"]), 1),
         "train_samples": sum(t["train_samples"] for t in content["timing"]),
     }  # fmt: skip
@@ -686,12 +686,6 @@ def _outcome(run: stored_runs.StoredRun) -> dict[str, float]:
             found, truth, torch.zeros(len(last), 0, dtype=torch.int64)
         )
     return values
-
-
-def _trained(runs: list[stored_runs.StoredRun]) -> float:
-    """Return in how many rounds a client trained, mean over clients and runs: fewer than all where it stopped."""
-    total = sum(summary.count_client_rounds(run.metrics) for run in runs)
-    return total / sum(len(run.client_clusters) for run in runs)
 
 
 def main() -> int:

@@ -324,6 +324,15 @@ def count_client_rounds(table: pd.DataFrame) -> int:
     return int(trained.to_numpy().sum())
 
 
+def compute_mean_rounds(runs: Sequence[StoredRun]) -> float:
+    """Return in how many rounds a client trained, mean over clients and runs.
+
+    Fewer than all rounds where clients stop early, or some of them act in a round.
+    """
+    total = sum(count_client_rounds(run.metrics) for run in runs)
+    return total / sum(len(run.client_clusters) for run in runs)
+
+
 def list_participation(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
     """Return the total participation of each run: `label`, `seed`, `client_rounds`."""
     rows = []

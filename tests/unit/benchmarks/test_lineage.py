@@ -93,6 +93,7 @@ def test_the_score_is_the_mean_square_in_deviations_of_the_paper(tmp_path, monke
     assert len(squares) == len(cells) == 2
     assert lineage.score_point(cells)["score"] == pytest.approx(np.mean(squares), rel=1e-12)
     assert {one["seeds"] for one in cells} == {2}
+    assert {one["rounds"] for one in cells} == {1}
 
 
 def test_cells_that_a_grid_names_are_scored_alone_and_one_may_be_of_the_grid(tmp_path, monkeypatch):
@@ -122,6 +123,24 @@ def test_the_second_stage_runs_the_best_two_of_the_first_and_only_of_the_same_gr
     assert [one["name"] for one in found] == ["b", "d"]
     with pytest.raises(ValueError, match="another grid"):
         lineage.choose_points({"points": points}, "y", {"grid": "x", "results": rows})
+
+
+def test_rounds_until_clients_stop_are_shown_where_points_differ_in_them():
+    cell = {
+        "study": "a/b", "row": "local/none", "cluster": "all", "metric": "accuracy",
+        "ours": 1.0, "paper": 1.0, "deviation": 1.0,
+    }  # fmt: skip
+    other = cell | {"row": "oracle/fedavg", "rounds": 7.0}
+    rows = [
+        {"point": name, "cells": [cell | {"rounds": rounds}, other], "score": 0.0,
+         "mean difference": 0.0, "largest difference": 0.0}
+        for name, rounds in (("early", 20.04), ("late", 31.0))
+    ]  # fmt: skip
+    origin = json.loads(next(lineage.STORED.glob("*.json")).read_text())["origin"]
+    shown = page_script._show_result("x", 1, {"results": rows, "origin": origin})
+    lines = [line.split(" | ") for line in shown.splitlines() if line.startswith("| ")]
+    assert lines[0][-1] == "rounds trained, local |"
+    assert {line[0]: line[-1] for line in lines[2:]} == {"| early": "20.0 |", "| late": "31.0 |"}
 
 
 @pytest.mark.parametrize(

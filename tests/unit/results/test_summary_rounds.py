@@ -54,6 +54,11 @@ def test_total_participation_counts_local_trainings():
     ]
 
 
+def test_mean_rounds_are_over_clients_and_runs():
+    runs = [run("fedavg", BASE, trained=7), run("fedavg", BASE, seed=1, trained=4)]
+    assert summary.compute_mean_rounds(runs) == (7 + 4) / (2 * 2)  # two clients each
+
+
 def test_time_to_accuracy_by_hand():
     """0.6 in round 9 against 19: 19/9 times sooner; in another seed never: 0, and one of two reached."""
     runs = [
