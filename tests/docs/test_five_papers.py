@@ -1117,13 +1117,17 @@ def test_the_claims_about_five_folds():
         )
         assert found["SosicFL"] > found["FedAvg"]
         assert plain["SosicFL"] > plain["FedAvg"] + 1
+        if metric == "global_accuracy_max":
+            said = f"level with FedAvg in the paper, has {found['FedProx']:.1f} %, too"
+            assert said in TEXT
+            assert found["FedProx"] > found["SosicFL"]
     sooner = ratios_of_times(study)
     said = f"{sooner['accuracy']:.1f} times sooner locally and {sooner['global_accuracy']:.1f} times globally"
     assert said in TEXT
 
 
 def test_what_the_page_says_of_mirrored_images_is_what_the_runs_say():
-    """All numbers of FedAvg and SosicFL are within two points, as was to be concluded."""
+    """All that ran is within two points, as was to be concluded of FedAvg and SosicFL."""
     ours, paper = [], []
     for split in ("5-fold", "2-fold", "dirichlet"):
         beside = compare.compare_with_paper(
@@ -1133,7 +1137,13 @@ def test_what_the_page_says_of_mirrored_images_is_what_the_runs_say():
             line for line in beside.lines
             if line.metric.endswith("accuracy_max") and not line.chosen
         ]  # fmt: skip
-        assert len(best) == 4
+        ran = {"fedavg/fedavg", "sosicfl/fedavg"}
+        if split == "5-fold":
+            ran.add("fedprox/fedavg")
+            near = [line for line in best if line.row == "fedprox/fedavg"]
+            assert all(abs(line.difference) < 0.002 for line in near)
+        assert {line.row for line in best} == ran
+        assert len(best) == 2 * len(ran)
         assert all(abs(line.difference) < 0.02 for line in best)
         (fedavg,) = (
             line for line in best
