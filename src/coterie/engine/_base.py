@@ -10,7 +10,7 @@ import math
 import traceback
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -19,9 +19,15 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from coterie._util.tensors import index_each, index_optional, select_rows
-from coterie.engine._work import EvaluationPairs, TrainingWork, group_equal_values, move_indices
+from coterie.engine._work import (
+    Batch,
+    EvaluationPairs,
+    TrainingWork,
+    group_equal_values,
+    move_indices,
+)
 from coterie.engine.optim import RowOptimizer
-from coterie.engine.privacy import PrivateSteps, clip_factors
+from coterie.engine.privacy import clip_factors
 from coterie.errors import CoterieError, ModelError, OutOfMemory, first_line
 from coterie.functional.losses import CrossEntropy, SquaredError
 from coterie.functional.metrics import LOSS
@@ -65,6 +71,11 @@ _SAMPLES_ONE_MODEL = 32
 _MAX_MODEL_ENTRIES = {"cpu": 1 << 22, "cuda": 1 << 28}
 # samples of one call of many models; sums must not depend on how many they are
 _SAMPLES_MANY_MODELS = {"cpu": 256, "cuda": 2048}
+
+
+def _limit_of(limits: Mapping[str, int], device: torch.device) -> int:
+    """Return the limit on a CPU, or on any other device."""
+    return limits.get(device.type, limits["cuda"])
 
 
 cross_entropy, squared_error = CrossEntropy(), SquaredError()
@@ -201,22 +212,32 @@ class Engine(ABC):
         warnings.warn(text, stacklevel=4)
 
     def _train_block(self, rows: Tensor, work: TrainingWork) -> Tensor:
-        if work.private is not None:
-            return self._train_block_privately(rows, work, work.private)
-        trainable = self.layout.trainable
+        trainable, private = self.layout.trainable, work.private
         optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.steps_taken)
         losses = rows.new_full(work.batch_sizes.shape, torch.nan)
         rates = work.rates_on(rows.device)
-        for step, members, batch in work.iterate_steps():
+        steps: Iterable[tuple[int, Tensor, Batch | None]] = work.iterate_steps()
+        if private is not None:
+            # A client whose Poisson batch is empty takes its step all the same, with noise alone.
+            steps = ((step, private.active_clients(step), None) for step in range(work.num_steps))
+        for step, chosen, batch in steps:
+            if not len(chosen):
+                continue
             # Members are distinct and in ascending order: as many as there are rows are all rows,
             # which are then trained in place, without copies.
-            whole = len(members) == len(rows)
+            members, whole = chosen.to(rows.device), len(chosen) == len(rows)
             part, state = rows, optimizer
             if not whole:
                 part, state = rows[members], optimizer.select_rows(members)
-            loss, grads, buffers = self.compute_gradients(part, *batch)
+            if private is not None:
+                loss, sums = self._sum_clipped_gradients(part, work, chosen, step, private.dp.clip)
+                # Running statistics stay as they are.
+                grads, buffers = private.add_noise(sums, chosen, step), part[:, trainable:]
+            else:
+                assert batch is not None
+                loss, grads, buffers = self.compute_gradients(part, *batch)
             # The gradient of mu / 2 * ||w - anchor||^2 is mu * (w - anchor), on trained parameters
-            # only.
+            # only. It says nothing of the samples, so it needs neither clip nor noise.
             if work.anchor is not None and work.prox:
                 away = part[:, :trainable] - work.anchor[members, :trainable]
                 grads = grads.add_(away, alpha=work.prox)
@@ -232,38 +253,6 @@ class Engine(ABC):
                 optimizer.store_rows(members, state)
         return losses
 
-    def _train_block_privately(
-        self, rows: Tensor, work: TrainingWork, private: PrivateSteps
-    ) -> Tensor:
-        """Train on clipped gradients with noise; running statistics stay as they are."""
-        trainable = self.layout.trainable
-        optimizer = RowOptimizer(work.local, rows[:, :trainable], work.moments, work.steps_taken)
-        losses = rows.new_full(work.batch_sizes.shape, torch.nan)
-        rates = work.rates_on(rows.device)
-        for step in range(work.num_steps):
-            # A client whose Poisson batch is empty takes its step all the same, with noise alone.
-            members = private.active_clients(step)
-            if not len(members):
-                continue
-            whole, there = len(members) == len(rows), members.to(rows.device)
-            part, state = rows, optimizer
-            if not whole:
-                part, state = rows[there], optimizer.select_rows(there)
-            found, sums = self._sum_clipped_gradients(part, work, members, step, private.dp.clip)
-            grads = private.add_noise(sums, members, step)
-            # The proximal term says nothing of the samples, so it needs neither clip nor noise.
-            if work.anchor is not None and work.prox:
-                grads = grads.add_(
-                    part[:, :trainable] - work.anchor[there, :trainable], alpha=work.prox
-                )
-            rate = index_optional(rates, (there, step, None))
-            state.step(part[:, :trainable], grads, step + 1, rate)
-            losses[there, step] = found
-            if not whole:
-                rows[there] = part
-                optimizer.store_rows(there, state)
-        return losses
-
     def _sum_clipped_gradients(
         self, rows: Tensor, work: TrainingWork, members: Tensor, step: int, clip: float
     ) -> tuple[Float[Tensor, " members"], Float[Tensor, "members trainable"]]:
@@ -272,16 +261,12 @@ class Engine(ABC):
         Sums are taken sample by sample, so that they do not depend on how many gradients are held
         at once.
         """
-        alone, owner, _ = work.split_into_samples(members, step)
+        alone, owner = work.split_into_samples(members, step)
         sums = torch.zeros_like(rows[:, : self.layout.trainable])
         total = rows.new_zeros(len(rows))
         # Each sample needs a row of parameters and a gradient of its own.
-        size = max(
-            1,
-            _MAX_MODEL_ENTRIES.get(rows.device.type, _MAX_MODEL_ENTRIES["cuda"])
-            // self._block_divisor
-            // max(1, self.layout.size),
-        )
+        entries = _limit_of(_MAX_MODEL_ENTRIES, rows.device) // self._block_divisor
+        size = max(1, entries // max(1, self.layout.size))
         size = self.limit_models(size, 1, rows.device)
         for start in range(0, len(owner), size):
             some = slice(start, start + size)
@@ -426,15 +411,12 @@ class Engine(ABC):
         # every engine.
         piece = _SAMPLES_ONE_MODEL
         if pairs.draw_keys is None and not self.runs_one_by_one(table.device):
-            piece = _SAMPLES_MANY_MODELS.get(table.device.type, _SAMPLES_MANY_MODELS["cuda"])
+            piece = _limit_of(_SAMPLES_MANY_MODELS, table.device)
         size = max(1, min(piece, entries))
         return size, max(1, entries // size)
 
     def _max_entries(self, table: Tensor) -> int:
-        return (
-            _MAX_INPUT_ENTRIES.get(table.device.type, _MAX_INPUT_ENTRIES["cuda"])
-            // self._block_divisor
-        )
+        return _limit_of(_MAX_INPUT_ENTRIES, table.device) // self._block_divisor
 
     def _sample_metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return each metric of every sample, NaN where no output is finite: [models, samples]."""

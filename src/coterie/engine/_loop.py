@@ -156,7 +156,7 @@ class LoopEngine(Engine):
         self, rows: Tensor, work: TrainingWork, members: Tensor, step: int, clip: float
     ) -> tuple[Tensor, Tensor]:
         """See `Engine._sum_clipped_gradients`; each model is loaded once, if it keeps no state."""
-        alone, owner, _ = work.split_into_samples(members, step)
+        alone, owner = work.split_into_samples(members, step)
         model, places = self._flat_model(rows.device), owner.tolist()
         total, sums = rows.new_zeros(len(rows)), torch.zeros_like(rows[:, : self.layout.trainable])
         # own: the sum of the clipped gradients of one client, whose samples follow each other.

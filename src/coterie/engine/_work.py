@@ -48,7 +48,7 @@ class RawSamples:
     """
 
     x: Shaped[Tensor, "samples *input_shape"] | ClientRows
-    y: Shaped[Tensor, "samples *prepare_targets"]
+    y: Shaped[Tensor, "samples *targets"]
     dtype: torch.dtype
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
@@ -252,7 +252,7 @@ class TrainingWork:
 
     def split_into_samples(
         self, members: Int[Tensor, " members"], step: int
-    ) -> "tuple[TrainingWork, Int[Tensor, ' samples'], Int[Tensor, ' samples']]":
+    ) -> "tuple[TrainingWork, Int[Tensor, ' samples']]":
         """Return a step of some clients as trainings of one sample each.
 
         Args:
@@ -260,8 +260,7 @@ class TrainingWork:
             step: the step.
 
         Returns:
-            The trainings, of one step each; the place among `members` of the client that each is
-            of; and its row.
+            The trainings, of one step each, and the place among `members` of each one's client.
         """
         sizes = self.batch_sizes[members, step]
         # owner: a sample's client as a place among members; who: as a row.
@@ -296,7 +295,7 @@ class TrainingWork:
             rates=None,
             private=None,
         )
-        return work, owner, who
+        return work, owner
 
     def iterate_steps(self) -> Iterator[tuple[int, Int[Tensor, " members"], Batch]]:
         """Return each step, the clients that have batches of one size in it, and these batches."""
