@@ -11,12 +11,13 @@ import traceback
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
+from torch.nn import functional
 
 from coterie._util.tensors import index_each, index_optional, select_rows
 from coterie.engine._work import (
@@ -27,6 +28,7 @@ from coterie.engine._work import (
     move_indices,
 )
 from coterie.engine.optim import RowOptimizer
+from coterie.engine.precision import product_precision
 from coterie.engine.privacy import clip_factors
 from coterie.errors import CoterieError, ModelError, OutOfMemory, first_line
 from coterie.functional.losses import CrossEntropy, SquaredError
@@ -110,6 +112,7 @@ class Engine(ABC):
         self.layout, self.objective, self.precision = layout, objective, precision
         self.metrics = metric_names(objective)
         self.modules: tuple[nn.Module, ...] = (layout.train_module, layout.eval_module)
+        self._is_cross_entropy = objective == cross_entropy
 
     @abstractmethod
     def compute_gradients(
@@ -156,6 +159,17 @@ class Engine(ABC):
         return number
 
     # ------------------------------------------------------------------ training
+
+    def _product_precision(self, device: torch.device) -> AbstractContextManager[None]:
+        """Set PyTorch's products for forward and backward passes."""
+        # Autocast belongs around the forward pass alone: backward operations take its types.
+        return product_precision("full" if self.precision == "bf16" else self.precision, device)
+
+    def _mean_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        # For cross-entropy PyTorch's own mean is one call instead of two.
+        if self._is_cross_entropy:
+            return functional.cross_entropy(outputs, y)
+        return self.objective(outputs, y).mean()
 
     def train(
         self, rows: Float[Tensor, "clients params"], work: TrainingWork, block: int

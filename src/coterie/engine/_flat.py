@@ -37,8 +37,8 @@ class FlatModel:
 
     def __init__(self, layout: Layout, device: torch.device, channels_last: bool = False) -> None:
         self.layout = layout
-        self.train_module = _copy_to_device(layout.train_module, device)
-        self.eval_module = _copy_to_device(layout.eval_module, device)
+        self.train_module = copy_to_device(layout.train_module, device)
+        self.eval_module = copy_to_device(layout.eval_module, device)
         self._channels_last: frozenset[str] = frozenset()
         if channels_last:
             self._channels_last = self._conv_weight_names()
@@ -181,7 +181,7 @@ class FlatModel:
                 buffers[name] = view
 
 
-def _copy_to_device(module: nn.Module, device: torch.device) -> nn.Module:
+def copy_to_device(module: nn.Module, device: torch.device) -> nn.Module:
     """Return a copy of a module on a device; frozen weights are shared where they are there."""
     if all(one.device == device for one in module.parameters()):
         return copy_module(module)

@@ -8,11 +8,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional
 
 from coterie._util import pages
 from coterie._util.tensors import index_each, index_optional
-from coterie.engine._base import Engine, Objective, cross_entropy
+from coterie.engine._base import Engine, Objective
 from coterie.engine._flat import FlatModel, FlatOptimizer
 from coterie.engine._rewrites import align_memory, plain_attention
 from coterie.engine._work import TrainingWork
@@ -81,7 +80,6 @@ class LoopEngine(Engine):
         # whether the last forward pass in each mode has drawn
         self.drew = {True: False, False: False}
         self._backward_is_known = False
-        self._is_cross_entropy = objective == cross_entropy
         self._thread_local = threading.local()  # a model and its optimizers in each thread
         # A trial of the engine hooks these modules, to name the layer that fails.
         model = self._flat_model(next(layout.train_module.parameters()).device)
@@ -185,12 +183,7 @@ class LoopEngine(Engine):
         with self._forward_precision(x.device), self._keyed_draws(inputs, x.device, True):
             outputs = model.train_module(x)
         # Autocast leaves bfloat16; losses have the type of the model.
-        outputs = outputs.to(self.layout.dtype)
-        # For cross-entropy PyTorch's own mean is one call instead of two.
-        if self._is_cross_entropy:
-            loss = functional.cross_entropy(outputs, y)
-        else:
-            loss = self.objective(outputs, y).mean()
+        loss = self._mean_loss(outputs.to(self.layout.dtype), y)
         # The mode sees every operation, which costs time: the first backward pass shows it for all.
         watched = self.drew[True] and not self._backward_is_known
         with RefuseDraws() if watched else nullcontext():
@@ -217,11 +210,6 @@ class LoopEngine(Engine):
         with plain_attention(device), KeyedDraws(key) as draws:
             yield
         self.drew[training] = draws.number > 0
-
-    def _product_precision(self, device: torch.device) -> AbstractContextManager[None]:
-        """Set PyTorch's products for forward and backward passes."""
-        # Autocast belongs around the forward pass alone: backward operations take its types.
-        return product_precision("full" if self.precision == "bf16" else self.precision, device)
 
     def _forward_precision(self, device: torch.device) -> AbstractContextManager[None]:
         """Set what only a forward pass takes."""

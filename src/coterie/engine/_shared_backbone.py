@@ -8,24 +8,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn import functional
 
 from coterie._util import pages
 from coterie._util.tensors import index_each
-from coterie.engine._base import Engine, cross_entropy
+from coterie.engine._base import Engine
 from coterie.engine._client_axis import (
     ClientAxis,
     ClientFunctions,
     NoClientAxisError,
     add_client_axis,
 )
+from coterie.engine._flat import copy_to_device
 from coterie.engine._loop import LoopEngine
 from coterie.engine._rewrites import plain_attention
 from coterie.engine._work import TrainingWork
 from coterie.engine.precision import product_precision
 from coterie.models.draws import KEY, KeyedDraws, RefuseDraws
-from coterie.models.given import copy_deeply
-from coterie.models.layout import Layout, copy_module
+from coterie.models.layout import Layout
 
 # Bytes that the backward pass of a block keeps. On a CPU larger blocks only leave the caches.
 _MAX_KEPT_BYTES = {"cpu": 1 << 27, "cuda": 1 << 34}
@@ -55,7 +54,6 @@ class SharedBackboneEngine(Engine):
     def __init__(self, loop: LoopEngine) -> None:
         super().__init__(loop.layout, loop.objective, loop.precision)
         self._loop, self.sample_bytes = loop, 0
-        self._is_cross_entropy = self.objective == cross_entropy
         self._backward_is_known = False
         self._thread_local = threading.local()  # a module in each thread
         if self.layout.inputs:
@@ -167,15 +165,6 @@ class SharedBackboneEngine(Engine):
             self.sample_bytes = 1 + kept.total // len(x)
         return outputs
 
-    def _product_precision(self, device: torch.device) -> AbstractContextManager[None]:
-        return product_precision("full" if self.precision == "bf16" else self.precision, device)
-
-    def _mean_loss(self, outputs: Tensor, y: Tensor) -> Tensor:
-        # For cross-entropy PyTorch's own mean is one call instead of two.
-        if self._is_cross_entropy:
-            return functional.cross_entropy(outputs, y)
-        return self.objective(outputs, y).mean()
-
     def _make_draws(
         self, inputs: Mapping[str, Tensor], clients: int, samples: int, device: torch.device
     ) -> KeyedDraws | None:
@@ -200,11 +189,7 @@ class _TrainingModule:
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         self.layout, self.axis = layout, ClientAxis()
-        given = layout.train_module
-        if all(one.device == device for one in given.parameters()):
-            self.module = copy_module(given)
-        else:
-            self.module = copy_deeply(given).to(device)
+        self.module = copy_to_device(layout.train_module, device)
         self.layers = add_client_axis(self.module, layout, self.axis)
 
     def use_functions(self, device: torch.device) -> AbstractContextManager[Any]:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from coterie._util.mappings import drop_keys
 from coterie._util.tensors import index_each
-from coterie.engine._base import Engine, Objective, cross_entropy
+from coterie.engine._base import Engine, Objective
 from coterie.engine._graphs import ReplayedFunction
 from coterie.engine._rewrites import (
     ReplacedFunctions,
@@ -101,7 +101,7 @@ class VmapEngine(Engine):
             loss = partial(self._batch_loss, functions)
             self._gradients[device] = run(grad_and_value(loss))
         self._replayed = ReplayedFunction(self._run_device_gradients) if cuda_graphs else None
-        self._objective = cross_entropy_by_gather if objective == cross_entropy else objective
+        self._objective = cross_entropy_by_gather if self._is_cross_entropy else objective
         self._forward = run(self._model_outputs)
         # The batch has no axis of clients.
         self._forward_shared = run(self._model_outputs, in_dims=(0, None, 0))

@@ -10,7 +10,7 @@ tiles moves the parameters that it is of.
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -272,19 +272,16 @@ class KernelLowering:
         text = mean.at((), "")
         self.lines += [*self._named_lines(0), f"tl.store(losses + at, {text})"]
         # Everything that reads the row comes before everything that writes it.
-        moved = [(slot, self._gradient(ref)) for slot, ref in self._pair(gradients)]
+        moved = list(map(self._gradient, gradients))
         kept = []
         for slot, ref in zip(layout.state_slots, state, strict=True):
             value = None if ref is None else self._need(ref)
             if value is not None and value.dense != f"row + {slot.start}":
                 kept.append((slot, self.store(value)))
-        for slot, gradient in moved:
+        for slot, gradient in zip(layout.trained_slots, moved, strict=True):
             self._move(slot, gradient)
         for slot, value in kept:
             self._loop(slot.shape, f"row + {slot.start}", value)
-
-    def _pair(self, gradients: Sequence[Ref | None]) -> list[tuple[Slot, Ref | None]]:
-        return list(zip(self.layout.trained_slots, gradients, strict=True))
 
     def _gradient(self, ref: Ref | None) -> KernelValue | Product | None:
         """Return the gradient of a slot, of which nothing reads the row any more."""
@@ -732,7 +729,7 @@ class KernelLowering:
 
     def _op_where(self, condition: KernelValue, a: Any, b: Any) -> KernelValue:
         values = [condition, *(one for one in (a, b) if isinstance(one, KernelValue))]
-        made = self._map("tl.where({0}, {1}, {2})", _AsIs.of(condition), a, b)
+        made = self._map("tl.where({0}, {1}, {2})", _as_is(condition), a, b)
         return _expanded(made, _common_shape(values))
 
     def _op_leaky_relu(self, x: KernelValue, slope: float = 0.01) -> KernelValue:
@@ -761,7 +758,7 @@ class KernelLowering:
         if self._dtype == torch.float32:
             return self._map("{0}", x, cost=0)
         if self._dtype == torch.int64 and not x.literal:
-            return self._map("{0}.to(tl.int64)", _AsIs.of(x), dtype=torch.int64)
+            return self._map("{0}.to(tl.int64)", _as_is(x), dtype=torch.int64)
         raise NotTraceableError("it converts to a type that is not known")
 
     def _op_arange(self, *given: int | Dim, **_options: Any) -> KernelValue:
@@ -1127,12 +1124,6 @@ class KernelLowering:
         return self._gradients(g, x, *channels, axes, axes, wanted)  # type: ignore[arg-type]
 
 
-class _AsIs:
-    """A value that is not converted to a floating-point number where others are."""
-
-    @staticmethod
-    def of(value: KernelValue) -> KernelValue:
-        """Return the same value under a type of floating-point numbers."""
-        return KernelValue(
-            value.shape, torch.float32, value.at, value.cost, None, value.of_row, value.literal
-        )
+def _as_is(value: KernelValue) -> KernelValue:
+    """Return a value that is not converted to a floating-point number where others are."""
+    return replace(value, dtype=torch.float32, dense=None)

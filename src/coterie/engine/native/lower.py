@@ -1165,8 +1165,8 @@ class Lowering:
     def _computed(self, make: Callable[[str], str], x: Value) -> Value:
         return self.program.store(combine(make, [x], self.dtype, 1, x.shape))
 
-    def _pointwise(self, make: Callable[..., str], *values: Value, cost: int = 2) -> Value:
-        return combine(make, values, self.dtype, cost, _common_shape(values))
+    def _pointwise(self, make: Callable[..., str], *values: Value) -> Value:
+        return combine(make, values, self.dtype, 2, _common_shape(values))
 
     def _scale(self, variance: Value, eps: float) -> Value:
         """Return 1 / standard deviation."""
@@ -1304,25 +1304,13 @@ class Lowering:
         axis = min(1, len(x.shape) - 1)
         # The gradient is -g at the class and 0 elsewhere: a comparison in each entry needs no zeros
         # and no write to places.
-        iota = _places(x.shape, axis)
         y = self.program.store(y)
-        g, y = self._op_unsqueeze(g, axis), self._op_unsqueeze(y, axis)
+        sides = [expand(self._op_unsqueeze(one, axis), x.shape) for one in (y, g)]
+        values, back = [_places(x.shape, axis), *sides], "-{2}"
         if weight is not None:
-            w = self.program.store(weight)
-            w = self._shaped(w, _replace_entry([1] * len(x.shape), axis, w.shape[0]))
-            return self._map(
-                lambda k, t, a, v: f"chosen({k} == {t} && {t} != {ignore}, -{a} * {v}, 0)",
-                iota,
-                expand(y, x.shape),
-                expand(g, x.shape),
-                w,
-            )
-        return self._map(
-            lambda k, t, a: f"chosen({k} == {t} && {t} != {ignore}, -{a}, 0)",
-            iota,
-            expand(y, x.shape),
-            expand(g, x.shape),
-        )
+            w, back = self.program.store(weight), "-{2} * {3}"
+            values.append(self._shaped(w, _replace_entry([1] * len(x.shape), axis, w.shape[0])))
+        return self._map(f"chosen({{0}} == {{1}} && {{1}} != {ignore}, {back}, 0)".format, *values)
 
     _op_nll_loss2d_forward, _op_nll_loss2d_backward = _op_nll_loss_forward, _op_nll_loss_backward
 
@@ -1562,8 +1550,7 @@ class Lowering:
     def _op_mm(self, a: Value, b: Value) -> Value:
         return self._product(a, b)
 
-    def _op_bmm(self, a: Value, b: Value) -> Value:
-        return self._product(a, b)
+    _op_bmm = _op_mm
 
     def _op_addmm(
         self, bias: Value, a: Value, b: Value, beta: Number = 1, alpha: Number = 1

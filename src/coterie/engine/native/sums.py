@@ -16,14 +16,7 @@ def join_products(trace: Trace) -> Trace:
     for node in trace.nodes:
         makers |= dict.fromkeys(node.outs, node)
     makers.pop(None, None)
-    uses: dict[Ref, int] = {}
-    for node in trace.nodes:
-        for ref in node.refs():
-            uses[ref] = uses.get(ref, 0) + 1
-    for ref in trace.outputs:
-        if ref is not None:
-            uses[ref] = uses.get(ref, 0) + 1
-    kinds = dict(trace.kinds)
+    uses, kinds = trace.count_uses(), dict(trace.kinds)
     gone: set[int] = set()
     made: dict[int, list[Operation]] = {}
 

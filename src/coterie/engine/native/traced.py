@@ -37,8 +37,7 @@ from coterie.engine.native.sample_lanes import LANES, SampleLowering, samples_pa
 from coterie.engine.native.simple import LARGE, is_simple
 from coterie.engine.native.sums import join_products
 from coterie.engine.native.tiles import Tile, iterate_measuring_tiles, iterate_training_tiles
-from coterie.engine.native.trace import NotTraceableError, Trace, Traces, record
-from coterie.engine.native.trace import evaluate_size as size_at
+from coterie.engine.native.trace import NotTraceableError, Trace, Traces, evaluate_size, record
 from coterie.models.layout import Layout, Slot
 
 # Places in the arena hold several types in turn; selects and sums of vectors ignore traps and the
@@ -127,7 +126,6 @@ class _Function:
         across: whether samples lie across the vector; calls then have `LANES` samples.
 
     Attributes:
-        inputs: names of the input buffers, in order.
         results: the outputs of the trace, as values; None where one is no tensor.
     """
 
@@ -138,7 +136,6 @@ class _Function:
         if across:
             lowering, samples = SampleLowering, LANES
         self.lowering = lowering(self.program, trace, samples, layout.dtype)
-        self.inputs = list(layout.inputs)
         kinds = trace.kinds
         # In the order of the inputs of `trace._train_once` and `_judge_once`.
         values: list[Value] = []
@@ -153,10 +150,12 @@ class _Function:
                 in_memory("frozen", tensor.shape, dense_strides(tensor.shape), layout.dtype, place)
             )
             place += tensor.numel()
-        for name, ref in zip(layout.inputs, trace.inputs[len(values) :], strict=False):
+        first = len(values)
+        for number, ref in enumerate(trace.inputs[first : first + len(layout.inputs)]):
             kind = kinds[ref.number]
-            buffer = f"input{self.inputs.index(name)}"
-            values.append(in_memory(buffer, kind.shape, dense_strides(kind.shape), kind.dtype))
+            values.append(
+                in_memory(f"input{number}", kind.shape, dense_strides(kind.shape), kind.dtype)
+            )
         values.append(in_memory("key", (), (), torch.int64))
         for buffer, ref in zip(("x", "y", "weight"), trace.inputs[len(values) :], strict=False):
             kind = kinds[ref.number]
@@ -185,12 +184,7 @@ class _Function:
             # The loss does not depend on the tensor. `more` says that an earlier piece of the batch
             # has written the gradient, to which this one is added.
             if result is None:
-                self.program.emit(
-                    f"if (!more) memset(g + {slot.start}, 0, sizeof(T) * "
-                    f"{slot.stop - slot.start});",
-                    [],
-                    ["g"],
-                )
+                self._clear(slot)
                 continue
             leaf, buffer = result.leaf, ""
             if leaf is not None:
@@ -216,6 +210,11 @@ class _Function:
                 Leaf("g", slot.start, tuple(dense_strides(slot.shape))), result, add="more"
             )
 
+    def _clear(self, slot: Slot) -> None:
+        """Write a gradient of zeros, unless an earlier piece of the batch has written it."""
+        text = f"if (!more) memset(g + {slot.start}, 0, sizeof(T) * {slot.stop - slot.start});"
+        self.program.emit(text, [], ["g"])
+
     def _is_only_written(self, buffer: str) -> bool:
         readers = [one for one in self.program.statements if buffer in one.reads]
         return all(buffer in one.writes for one in readers)
@@ -229,12 +228,8 @@ class _Function:
         strides = dense_strides(shape)
         # The cut is the same on both sides.
         for size, all_, stride in zip(inner.shape, shape, strides, strict=True):
-            start += (all_ - size_at(size, 1)) // 2 * stride
-        self.program.emit(
-            f"if (!more) memset(g + {slot.start}, 0, sizeof(T) * {slot.stop - slot.start});",
-            [],
-            ["g"],
-        )
+            start += (all_ - evaluate_size(size, 1)) // 2 * stride
+        self._clear(slot)
         self.program.assign(Leaf("g", start, tuple(strides)), inner, add="more")
 
     def write_state(self, results: Sequence[Value | None]) -> None:
@@ -390,7 +385,7 @@ class TracedProgram:
         self._judge = _Function(judge, layout, self.across)
         self._judge.write_vector("losses", self._judge.results[0])
         self._judge.write_vector("scores", self._judge.results[1])
-        self.inputs = self._train.inputs
+        self.inputs = layout.inputs
         own = layout.zero_inputs(1)
         if any(not own[name].is_floating_point() for name in self.inputs):
             raise NotTraceableError("it has input buffers of integers")
