@@ -291,7 +291,7 @@ def schedule_tables(given: Any) -> Any:
     if isinstance(given, CustomSchedule):
         return {"kind": given.path, "over": given.over}
     if isinstance(given, LrSchedule):
-        return {"kind": given.kind, **to_plain(given)}
+        return to_plain(given)
     if callable(given):
         return {"kind": find_import_path(given, "lr_schedule")}
     return given

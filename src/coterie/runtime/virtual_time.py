@@ -315,8 +315,7 @@ class VirtualTime(Configurable):
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, to_plain(parse_draw(value, name)))
         if self.server is not None:
-            rule = _parse_kind(self.server, SERVER_RULES, "rule of a server", "server")
-            object.__setattr__(self, "server", {"kind": rule.kind, **to_plain(rule)})
+            object.__setattr__(self, "server", to_plain(self.server_rule))
         found = []
         for place, table in enumerate(self.pauses):
             found.append(to_plain(parse_settings(Pause, table, f"pauses[{place}]")))

@@ -49,13 +49,12 @@ from coterie.runtime.extensions import Extension
 from coterie.runtime.loop import Loop, Tracker
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
-from coterie.runtime.virtual_time import SECOND, Clock, to_nanoseconds
+from coterie.runtime.virtual_time import LONGEST, SECOND, Clock, to_nanoseconds
 from coterie.simulation._boards import Boards
 from coterie.simulation._publishing import check_messages, make_published_messages
 
 IDLE = -1
 """The end of a round of a client that is in none."""
-_LONGEST = 10**9  # seconds in all, so that times stay below 2^63 nanoseconds
 
 Report = dict[str, Tensor]
 """A report of some clients: tensors with a row for each."""
@@ -141,9 +140,9 @@ class AsynchronousLoop(Loop):
         assert time is not None
         assert not self.extensions
         self.time = time
-        expected = f"at most {_LONGEST} seconds of virtual time"
+        expected = f"at most {LONGEST} seconds of virtual time"
         seconds = settings.rounds * time.record_seconds
-        require(seconds <= _LONGEST, "rounds * time.record_seconds", seconds, expected)
+        require(seconds <= LONGEST, "rounds * time.record_seconds", seconds, expected)
         self.clock = Clock(time, task.count_steps(settings.local), rng.seed)
         self._open_boards()
         self._without_validation = task.count_samples("validation") == 0
@@ -600,7 +599,7 @@ class AsynchronousLoop(Loop):
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `snapshot`."""
         if tensors:
-            self.boards.restore(_select_tensors(tensors, "boards."))
+            self.boards.restore(select_prefix("boards.", tensors))
             self._restore_clients(tensors)
 
     def _restore_clients(self, tensors: Mapping[str, Tensor]) -> None:
@@ -619,16 +618,12 @@ class AsynchronousLoop(Loop):
                 clients = tensors.get(f"{name}.{number}.clients")
                 if clients is None:
                     break
-                found = _select_tensors(tensors, f"{name}.{number}.report.")
+                found = select_prefix(f"{name}.{number}.report.", tensors)
                 reports |= note_reports(clients, found)
             setattr(self, name, reports)
         busy = (self.end != IDLE).nonzero()[0].tolist()
         self._queue = [(int(self.end[client]), client) for client in busy]
         heapq.heapify(self._queue)
-
-
-def _select_tensors(tensors: Mapping[str, Tensor], head: str) -> dict[str, Tensor]:
-    return select_prefix(head, tensors)
 
 
 _ARRAYS = ("end", "pause", "number", "trained", "stops", "due", "idle")
