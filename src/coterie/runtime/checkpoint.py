@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from coterie._util import manifest, origin
-from coterie._util.mappings import drop_empty, drop_keys, map_values, select_prefix
+from coterie._util.mappings import drop_empty, drop_keys, map_values, prefix_keys, select_prefix
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import CheckpointError
@@ -123,20 +123,17 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # Before anything of the state is read: blocks hold it elsewhere.
     loop.gather_state()
-    tensors, compact = {"state.params": loop.state.params}, {}
-    for part, owner in (("memory", loop.state.memory), ("shared", loop.state.shared)):
-        for k, v in _list_tensors(owner).items():
-            # Memory and shared state can be tables of the whole population that are mostly zeros.
-            parts, header = _compact.pack_table(f"state.{part}.{k}", v)
-            tensors |= parts
-            if header is not None:
-                compact[f"state.{part}.{k}"] = header
+    tensors, compact = {}, {}
+    for name, tensor in list_state_tensors(loop).items():
+        parts, header = {name: tensor}, None
+        # Memory and shared state can be tables of the whole population that are mostly zeros.
+        if name.startswith(("state.memory.", "state.shared.")):
+            parts, header = _compact.pack_table(name, tensor)
+        tensors |= parts
+        if header is not None:
+            compact[name] = header
     record, names = loop.record.snapshot()
-    owners = {"state.moments": _list_tensors(loop.state.moments)}
-    for one in loop.extensions:
-        owners[f"state.{one.name}"] = _list_tensors(one.state)
-    owners |= {
-        "tracker": _list_tensors(loop.tracker),
+    owners = {
         "validation": loop.validation,
         "privacy": loop.task.trainer.totals.privacy.snapshot(),
         "exchange": getattr(loop.exchange, "snapshot", dict)(),
@@ -145,15 +142,17 @@ def save(folder: Path, loop: "Loop", run: str, timing: dict[str, Any]) -> None:
     }
     # A tensor's name begins with what it belongs to, which `load` selects by.
     for owner, found in owners.items():
-        for name, tensor in found.items():
-            tensors[f"{owner}.{name}"] = tensor
+        tensors |= prefix_keys(f"{owner}.", found)
     meta = {
         "round": loop.next_round,
         "identity": run,
         "names": names,
         "samples": loop.train_samples,
         "engine": _describe_engine(loop),
-        **_select_given(compact=compact, skipped=loop.skipped_rounds, alone=loop.alone_rounds),
+        # Most runs have none of them.
+        **drop_empty(
+            {"compact": compact, "skipped": loop.skipped_rounds, "alone": loop.alone_rounds}
+        ),
     }
     files = {
         FILE: partial(_write_tensors, tensors, meta),
@@ -295,8 +294,7 @@ def list_state_tensors(loop: "Loop") -> dict[str, Tensor]:
         owners[f"state.{one.name}"] = one.state
     found = {"state.params": loop.state.params}
     for owner, value in owners.items():
-        for name, tensor in _list_tensors(value).items():
-            found[f"{owner}.{name}"] = tensor
+        found |= prefix_keys(f"{owner}.", _list_tensors(value))
     return found
 
 
@@ -428,21 +426,18 @@ def collect_provenance(loop: "Loop", run: str, timing: dict[str, Any]) -> dict[s
         # Times that are not known are left out.
         "timing": {name: value for name, value in timing.items() if value == value},
         "undefined": loop.undefined_reasons,
-        **_select_given(
-            check=loop.translation,
-            skipped=loop.skipped_rounds,
-            alone=loop.alone_rounds,
-            metrics=own,
-            client_names=loop.record.client_names,
-            data=loop.record.data,
-            weights=loop.task.model.undrawn_digest,
+        **drop_empty(
+            {
+                "check": loop.translation,
+                "skipped": loop.skipped_rounds,
+                "alone": loop.alone_rounds,
+                "metrics": own,
+                "client_names": loop.record.client_names,
+                "data": loop.record.data,
+                "weights": loop.task.model.undrawn_digest,
+            }
         ),
     }
-
-
-def _select_given(**entries: Any) -> dict[str, Any]:
-    """Return the entries that are not empty: most runs have none of them."""
-    return drop_empty(entries)
 
 
 def _list_tensors(value: Any) -> dict[str, Tensor]:
