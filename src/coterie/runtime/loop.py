@@ -326,12 +326,8 @@ class Loop:
         return rnd
 
     def _warm_up(self) -> None:
-        settings, everybody = self.settings, torch.arange(len(self.task))
         # The warm-up is round -1, with random streams of its own.
-        rng = self.rng.at_round(-1)
-        local = settings.local
-        if settings.warmup_epochs is not None:
-            local = dataclasses.replace(local, epochs=settings.warmup_epochs, steps=None)
+        rng, local = self.rng.at_round(-1), self.settings.warmup_training
         info: Info = {}
         # Methods that train first begin with the training of round 0.
         if (
@@ -349,13 +345,9 @@ class Loop:
             )
             self.state = dataclasses.replace(new, moments=moments)
         self.exchange.begin_round(rng)
-        self.exchange.set_active(self.task.ids)
         # Everybody takes part in the warm-up, whatever the participation.
-        whole = self._make_round(-1, everybody, torch.arange(self.task.population))
-        self.state = check_returned_state(
-            self.method, "enroll", self.method.enroll(whole, self.state), self.task
-        )
-        self._finish_round(-1, everybody, info)
+        self._enroll(-1)
+        self._finish_round(-1, torch.arange(len(self.task)), info)
 
     def _run_round(self, index: int) -> None:
         self.refused = {}
@@ -398,12 +390,20 @@ class Loop:
         self.validation = {}
         # A method that needs the planted clusters gets the new ones.
         if "truth" in self.method.needs:
-            self.exchange.set_active(self.task.ids)
-            everybody = torch.arange(len(self.task))
-            whole = self._make_round(index, everybody, torch.arange(self.task.population))
-            self.state = check_returned_state(
-                self.method, "enroll", self.method.enroll(whole, self.state), self.task
-            )
+            self._enroll(index)
+
+    def _enroll(self, index: int) -> None:
+        """Let all clients enroll in a round."""
+        self.exchange.set_active(self.task.ids)
+        rnd = self._make_round_of_all(index)
+        self.state = check_returned_state(
+            self.method, "enroll", self.method.enroll(rnd, self.state), self.task
+        )
+
+    def _make_round_of_all(self, index: int) -> Round:
+        return self._make_round(
+            index, torch.arange(len(self.task)), torch.arange(self.task.population)
+        )
 
     def _require_moments(self, before: State, after: State) -> None:
         """Refuse a state that lost the optimizers' moments, which last from round to round."""
@@ -637,7 +637,7 @@ class Loop:
         # All clients ask for their model, not only the round's cohort.
         self.exchange.agree_on_cohort(lambda: population)
         self.exchange.set_active(self.task.ids)
-        return self._make_round(index, torch.arange(len(self.task)), population)
+        return self._make_round_of_all(index)
 
     def _evaluate_on_tests(self, index: int, params: Tensor) -> dict[str, Tensor]:
         """Return the metrics on the test sets, including the settings' extra metrics."""

@@ -426,9 +426,7 @@ def iterate_peer_models(now: JoinContext, state: State, going: Loop | None = Non
             reachable[rows], reachable[active] = True, True
             reachable[: len(going.task)] |= going.tracker.stopped  # stopped clients keep publishing
         if index < 0:
-            local = settings.local
-            if settings.warmup_epochs is not None:
-                local = replace(local, epochs=settings.warmup_epochs, steps=None)
+            local = settings.warmup_training
             # As in the run: a client that reads before it trains has trained once before its first
             # round.
             if now.order == "exchange_first" and (local.steps or local.epochs):

@@ -1,8 +1,8 @@
 """Settings: everything about a run that does not depend on its method."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from annotated_types import MinLen
@@ -46,6 +46,11 @@ _NEEDS_STEP = {
     "local.lr_schedule": "it runs over all rounds, and clients do not know how many they will do",
     "local.dp": "epsilon is counted by rounds of all clients",
 }
+# Why settings do not go with a server that sees a sum alone.
+_NEEDS_MODELS = {
+    "acceptance": "its rules measure single models, which a sum hides",
+    "attacks": "a masked vector may hold anything, and no rule of a simulation bounds it",
+}
 # Why settings do not go with rounds that end at a deadline.
 _NEEDS_EVERYBODY = {
     "patience": "a client that is late stops by rounds in which it took no part",
@@ -58,6 +63,24 @@ _NEEDS_COMMON_ROUNDS = {
     "peer_sampling": "views change with the rounds of all nodes",
     "secure_aggregation": "a sum is of the clients of one round",
 }
+
+_Kind = TypeVar("_Kind", bound=Configurable)
+
+
+def refuse_settings(given: Mapping[str, Any], reasons: Mapping[str, str], what: str) -> None:
+    """Refuse settings that do not go with another one.
+
+    Args:
+        given: what is found under each name; nothing where it is not set.
+        reasons: why it must not be set, by name.
+        what: the other setting, for messages.
+
+    Raises:
+        ConfigError: for the first one that is set.
+    """
+    for name, found in given.items():
+        if found:
+            raise ConfigError(f"{name} is set; with {what} it is not: {reasons[name]}")
 
 
 @dataclass(frozen=True)
@@ -263,13 +286,8 @@ class Settings(Configurable):
         object.__setattr__(self, "secure_aggregation", None if terms is None else to_plain(terms))
         if terms is None:
             return
-        reasons = {
-            "acceptance": "its rules measure single models, which a sum hides",
-            "attacks": "a masked vector may hold anything, and no rule of a simulation bounds it",
-        }
-        for name, reason in reasons.items():
-            if getattr(self, name):
-                raise ConfigError(f"{name} is set; with secure_aggregation it is not: {reason}")
+        given = {name: getattr(self, name) for name in _NEEDS_MODELS}
+        refuse_settings(given, _NEEDS_MODELS, "secure_aggregation")
         if self.schedule != "synchronous":
             raise ConfigError(
                 f"schedule is {self.schedule!r}; expected 'synchronous' with secure_aggregation: a "
@@ -286,10 +304,8 @@ class Settings(Configurable):
         expected = "it with schedule = 'synchronous' or 'asynchronous' alone"
         require(fits, "time", self.time, expected)
         object.__setattr__(self, "time", to_plain(time))
-        if self.new_clients is not None:
-            raise ConfigError(
-                f"new_clients is set; with a table of time it is not: {_NEEDS_STEP['new_clients']}"
-            )
+        newcomers = {"new_clients": self.new_clients is not None}
+        refuse_settings(newcomers, _NEEDS_STEP, "a table of time")
         if time.deadline_seconds is not None:
             self._check_deadline()
         if not free:
@@ -303,11 +319,7 @@ class Settings(Configurable):
             "local.lr_schedule": self.local.needs_rounds,
             "local.dp": self.local.dp_settings is not None,
         }
-        for name, found in refused.items():
-            if found:
-                raise ConfigError(
-                    f"{name} is set; with schedule = 'asynchronous' it is not: {_NEEDS_STEP[name]}"
-                )
+        refuse_settings(refused, _NEEDS_STEP, "schedule = 'asynchronous'")
 
     def _check_deadline(self) -> None:
         """Check what cannot be where rounds end at a deadline."""
@@ -316,9 +328,15 @@ class Settings(Configurable):
                 f"time.deadline_seconds is set; with schedule = {self.schedule!r} it is not: nobody "
                 "waits, so that there is no round to end"
             )
-        for name, reason in _NEEDS_EVERYBODY.items():
-            if getattr(self, name):
-                raise ConfigError(f"{name} is set; with time.deadline_seconds it is not: {reason}")
+        given = {name: getattr(self, name) for name in _NEEDS_EVERYBODY}
+        refuse_settings(given, _NEEDS_EVERYBODY, "time.deadline_seconds")
+
+    @property
+    def warmup_training(self) -> LocalTraining:
+        """How clients train before the first exchange."""
+        if self.warmup_epochs is None:
+            return self.local
+        return replace(self.local, epochs=self.warmup_epochs, steps=None)
 
     @property
     def has_deadline(self) -> bool:
@@ -340,11 +358,7 @@ class Settings(Configurable):
             "peer_sampling": self.peer_sampling is not None,
             "secure_aggregation": self.secure_terms is not None,
         }
-        for name, found in refused.items():
-            if found:
-                raise ConfigError(
-                    f"{name} is set; with pace = 'free' it is not: {_NEEDS_COMMON_ROUNDS[name]}"
-                )
+        refuse_settings(refused, _NEEDS_COMMON_ROUNDS, "pace = 'free'")
 
     @property
     def virtual_time(self) -> VirtualTime | None:
@@ -389,23 +403,22 @@ class Settings(Configurable):
             return None
         return make_loss(self.loss)
 
+    def _parse_switch(self, name: str, kind: type[_Kind]) -> _Kind | None:
+        """Return what a table says, or the defaults where it is true; None where it is off."""
+        given = getattr(self, name)
+        if given is None or given is False:
+            return None
+        return parse_settings(kind, {} if given is True else given, name)
+
     @property
     def acceptance_rules(self) -> Acceptance | None:
         """The rules by which clients judge what they receive; None where they accept everything."""
-        if self.acceptance is None or self.acceptance is False:
-            return None
-        if self.acceptance is True:
-            return Acceptance()
-        return parse_settings(Acceptance, self.acceptance, "acceptance")
+        return self._parse_switch("acceptance", Acceptance)
 
     @property
     def views(self) -> PeerSampling | None:
         """How the views of clients are drawn; None where they choose among all members."""
-        if self.peer_sampling is None or self.peer_sampling is False:
-            return None
-        if self.peer_sampling is True:
-            return PeerSampling()
-        return parse_settings(PeerSampling, self.peer_sampling, "peer_sampling")
+        return self._parse_switch("peer_sampling", PeerSampling)
 
     def views_among(self, population: int) -> PeerSampling | None:
         """Return how views are drawn, where they do not hold all others."""
@@ -416,11 +429,7 @@ class Settings(Configurable):
     @property
     def secure_terms(self) -> SecureAggregation | None:
         """How a server gets a sum of models alone; None where it sees each."""
-        if self.secure_aggregation is None or self.secure_aggregation is False:
-            return None
-        if self.secure_aggregation is True:
-            return SecureAggregation()
-        return parse_settings(SecureAggregation, self.secure_aggregation, "secure_aggregation")
+        return self._parse_switch("secure_aggregation", SecureAggregation)
 
     def acceptance_rules_for(self, method: Method) -> Acceptance | None:
         """Return the acceptance rules of a method's clients; None with a server or no exchange."""

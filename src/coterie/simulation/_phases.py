@@ -3,7 +3,7 @@
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError
 from coterie.methods.base import Method
-from coterie.runtime.settings import Settings
+from coterie.runtime.settings import Settings, refuse_settings
 
 _REASONS = {
     "schedule": "clients in virtual time have no common round in which data change, and clients "
@@ -38,9 +38,7 @@ def check_phases(
         "attacks": settings.attacks is not None,
         "local.dp": settings.local.dp_settings is not None,
     }
-    for name, found in refused.items():
-        if found:
-            raise ConfigError(f"{name} is set; with data.drift it is not: {_REASONS[name]}")
+    refuse_settings(refused, _REASONS, "data.drift")
     if "pool" in method.needs:
         raise ConfigError(
             f"{method.kind} pools the data of all clients; with data.drift it cannot: the pool "
