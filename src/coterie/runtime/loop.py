@@ -178,6 +178,10 @@ class Loop:
         self.mean_reports: dict[str, float] = {}  # means over clients of the last report
         self.translation: dict[str, Any] = {}  # what the check of the translation has found
         self._undeclared: set[str] = set()  # reported names that a warning has named already
+        self._prepare_schedule()
+
+    def _prepare_schedule(self) -> None:
+        """Prepare what the schedule needs, and refuse what it cannot run; here it does nothing."""
 
     @property
     def task(self) -> Task:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from coterie._util.mappings import map_values, prefix_keys, select_prefix
 from coterie._util.tensors import index_each
-from coterie.engine.task import Task
 from coterie.errors import ConfigError, require
 from coterie.exchange.base import Exchange, Message
 from coterie.exchange.in_memory import InMemory
@@ -32,7 +31,6 @@ from coterie.functional import metrics
 from coterie.methods.base import (
     SLOT_FILLS,
     Info,
-    Method,
     PeerMethod,
     Round,
     State,
@@ -45,10 +43,7 @@ from coterie.methods.base import (
     train_locally,
 )
 from coterie.rng import Rng, RngByClient, RoundsDiffer
-from coterie.runtime.extensions import Extension
 from coterie.runtime.loop import Loop, Tracker
-from coterie.runtime.record import Record
-from coterie.runtime.settings import Settings
 from coterie.runtime.virtual_time import LONGEST, SECOND, Clock, to_nanoseconds
 from coterie.simulation._boards import Boards
 from coterie.simulation._publishing import check_messages, make_published_messages
@@ -119,23 +114,13 @@ class AsynchronousLoop(Loop):
 
     schedules = frozenset({"asynchronous"})
 
-    def __init__(
-        self,
-        task: Task,
-        method: Method,
-        exchange: Exchange,
-        settings: Settings,
-        rng: Rng,
-        record: Record,
-        extensions: Sequence[Extension] | None = None,
-    ) -> None:
-        if not isinstance(exchange, InMemory) or len(task) < task.population:
+    def _prepare_schedule(self) -> None:
+        task, settings, time = self.task, self.settings, self.settings.virtual_time
+        if not isinstance(self.exchange, InMemory) or len(task) < task.population:
             raise ConfigError(
                 "schedule = 'asynchronous' delivers messages by virtual time itself, in one "
                 "process that hosts all clients; found another exchange, or a part of the clients"
             )
-        super().__init__(task, method, exchange, settings, rng, record, extensions)
-        time = settings.virtual_time
         # `Settings` requires both.
         assert time is not None
         assert not self.extensions
@@ -143,7 +128,7 @@ class AsynchronousLoop(Loop):
         expected = f"at most {LONGEST} seconds of virtual time"
         seconds = settings.rounds * time.record_seconds
         require(seconds <= LONGEST, "rounds * time.record_seconds", seconds, expected)
-        self.clock = Clock(time, task.count_steps(settings.local), rng.seed)
+        self.clock = Clock(time, task.count_steps(settings.local), self.rng.seed)
         self._open_boards()
         self._without_validation = task.count_samples("validation") == 0
         number = len(task)

@@ -12,7 +12,7 @@ learning with heterogeneous resources in mobile edge, 2019, https://arxiv.org/ab
 clients by what they can do before a deadline, which is not done here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,16 +22,13 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from coterie._util.mappings import prefix_keys, select_prefix
-from coterie.engine.task import Task
 from coterie.errors import ConfigError
 from coterie.exchange.base import Exchange, ExchangeWrapper, Inbox, Message, Reply, Rule
 from coterie.functional import metrics
-from coterie.methods.base import Info, Method, Round, State, list_tensors
+from coterie.methods.base import Info, Round, State, list_tensors
 from coterie.rng import Rng
-from coterie.runtime.extensions import Extension, TimeExtension
+from coterie.runtime.extensions import TimeExtension
 from coterie.runtime.loop import Loop
-from coterie.runtime.record import Record
-from coterie.runtime.settings import Settings
 from coterie.runtime.virtual_time import SECOND, Clock
 from coterie.simulation._asynchronous import copy_state, list_parts
 
@@ -179,29 +176,20 @@ class DeadlineLoop(Loop):
             or the method does not go with it.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        method: Method,
-        exchange: Exchange,
-        settings: Settings,
-        rng: Rng,
-        record: Record,
-        extensions: Sequence[Extension] | None = None,
-    ) -> None:
+    def _prepare_schedule(self) -> None:
+        method = self.method
         if "pool" in method.needs:
             raise ConfigError(
                 f"time.deadline_seconds is set; {method.kind} has the data of all clients in one "
                 "place, and nobody is late: leave it out"
             )
-        self.door = PunctualExchange(exchange, method.exchanges)
-        super().__init__(task, method, self.door, settings, rng, record, extensions)
+        self.exchange = self.door = PunctualExchange(self.exchange, method.exchanges)
         self.timing = next(one for one in self.extensions if isinstance(one, TimeExtension))
         self._check_deadline()
         # Models of late clients, as they are when their training is over; None before anybody is.
         self.flight: State | None = None
         # Until when each client trains on after a deadline, in nanoseconds; 0 for who does not.
-        self.busy = torch.zeros(len(task), dtype=torch.int64)
+        self.busy = torch.zeros(len(self.task), dtype=torch.int64)
         self._before = self.state
 
     def _check_deadline(self) -> None:

@@ -17,9 +17,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from coterie._util.mappings import map_values, number_items
-from coterie.engine.task import Task
 from coterie.errors import ConfigError
-from coterie.exchange.base import Exchange, ExchangeWrapper, Inbox, Message, Rule, make_inbox
+from coterie.exchange.base import ExchangeWrapper, Inbox, Message, Rule, make_inbox
 from coterie.exchange.narrowed import narrow_exchange, narrow_message
 from coterie.methods.base import (
     Info,
@@ -33,10 +32,7 @@ from coterie.methods.base import (
     publish_all,
     train_locally,
 )
-from coterie.rng import Rng
-from coterie.runtime.extensions import Extension
 from coterie.runtime.loop import Loop
-from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
 from coterie.simulation._asynchronous import AsynchronousLoop
 from coterie.simulation._asynchronous_server import AsynchronousServerLoop
@@ -53,24 +49,14 @@ class SequentialLoop(Loop):
 
     schedules = frozenset({"sequential_exchange", "sequential"})
 
-    def __init__(
-        self,
-        task: Task,
-        method: Method,
-        exchange: Exchange,
-        settings: Settings,
-        rng: Rng,
-        record: Record,
-        extensions: Sequence[Extension] | None = None,
-    ) -> None:
-        super().__init__(task, method, exchange, settings, rng, record, extensions)
+    def _prepare_schedule(self) -> None:
+        method, schedule = self.method, self.settings.schedule
         if not isinstance(method, PeerMethod):
             raise ConfigError(
-                f"schedule = {settings.schedule!r} is for peer-to-peer methods; {method.kind} has "
-                "a server"
+                f"schedule = {schedule!r} is for peer-to-peer methods; {method.kind} has a server"
             )
         # Before the first round, because nothing may be written for a method that cannot do it.
-        check_messages(method, self.task, self.state, settings.schedule)
+        check_messages(method, self.task, self.state, schedule)
 
     def _apply_method(self, rnd: Round, state: State) -> tuple[State, Info]:
         assert isinstance(self.method, PeerMethod)
