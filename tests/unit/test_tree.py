@@ -12,6 +12,7 @@ ELSEWHERE = {
     "cli/_audit": "unit/cli/test_app.py",
     "cli/_catalog": "unit/cli/test_app.py",
     "cli/_compare": "unit/papers/test_compare.py",
+    "cli/_options": "unit/cli/test_app.py",
     "cli/_report": "unit/cli/test_app.py",
     "cli/_stopping": "unit/cli/test_app.py",
     "cli/_tables": "unit/papers/test_compare.py",

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from coterie.cli._options import DataDir, Quiet, Set
+
 
 def add_commands(app: typer.Typer) -> None:
     """Add the command to the command line."""
@@ -21,12 +23,7 @@ def audit_privacy(
             help="A study file, the name of a built-in study, or a folder of results.",
         ),
     ] = "rotated-digits",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", "-s", metavar="PATH=VALUE", help="Change a setting, e.g. rounds=5. Repeatable."
-        ),
-    ] = None,
+    set_: Set = None,
     shadows: Annotated[
         int, typer.Option(help="Runs of each method: an even number, at least 6.")
     ] = 8,
@@ -43,18 +40,11 @@ def audit_privacy(
     delta: Annotated[
         float, typer.Option(help="With --noise: the delta of the privacy guarantee.")
     ] = 1e-5,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option(
-            "--data-dir",
-            envvar="COTERIE_DATA",
-            help="Folder with datasets, in the Hugging Face layout.",
-        ),
-    ] = None,
+    data_dir: DataDir = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Write the result as JSON to this file too.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    quiet: Quiet = False,
     json_: Annotated[
         bool, typer.Option("--json", help="Print the result as JSON, for programs.")
     ] = False,

@@ -15,6 +15,7 @@ from coterie._util import origin
 from coterie._util.files import show_path
 from coterie._util.mappings import map_values
 from coterie.cli import _cluster
+from coterie.cli._options import DataDir, Quiet, Set, StudyName, Workers
 from coterie.cli._stopping import explain_interruption
 from coterie.errors import ConfigError
 
@@ -297,9 +298,7 @@ def analyze_run(
     points: Annotated[int, typer.Option(help="For simplex: the number of points.")] = 2000,
     clients: Annotated[str, typer.Option(help="For simplex: clients to test on, e.g. 0,7.")] = "",
     betas: Annotated[str, typer.Option(help="For beta: the values.")] = "0.1,0.5,1,2,4",
-    data_dir: Annotated[
-        Path | None, typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets.")
-    ] = None,
+    data_dir: DataDir = None,
 ) -> None:
     """Compute an analysis of a run and write it as a table; without --what, list them.
 
@@ -359,9 +358,7 @@ def _parse_numbers(name: str, text: str, kind: type[Any]) -> list[Any]:
 
 
 def tune_study(
-    study: Annotated[
-        str, typer.Argument(metavar="STUDY", help="A study file, or the name of a built-in study.")
-    ],
+    study: StudyName,
     grid: Annotated[
         list[str] | None,
         typer.Option(
@@ -371,10 +368,7 @@ def tune_study(
             help="Values to try, e.g. lr=0.001,0.003. Repeatable.",
         ),
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", "-s", metavar="PATH=VALUE", help="Change a setting. Repeatable."),
-    ] = None,
+    set_: Set = None,
     seeds: Annotated[
         str | None,
         typer.Option(
@@ -382,21 +376,14 @@ def tune_study(
             "its own."
         ),
     ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option("--data-dir", envvar="COTERIE_DATA", help="Folder with datasets.")
-    ] = None,
+    data_dir: DataDir = None,
     out: Annotated[
         Path,
         typer.Option(
             "--out", "-o", help="Folder for the trials and the study file with the chosen values."
         ),
     ] = Path("tuned"),
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers", "-w", min=1, help="Processes; by default one per core, or one on a GPU."
-        ),
-    ] = None,
+    workers: Workers = None,
     widenings: Annotated[
         int, typer.Option(min=0, help="How often to extend a grid whose edge is best.")
     ] = 3,
@@ -411,7 +398,7 @@ def tune_study(
     on: _cluster.On = "local",
     cpus: _cluster.Cpus = 1,
     gpus: _cluster.Gpus = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Tune every method on the clients' validation data, without the test data.
 

@@ -9,6 +9,7 @@ import typer
 
 from coterie._util.files import check_folder, show_path
 from coterie.cli import _net
+from coterie.cli._options import Open, Port
 from coterie.cli._report import show_page
 from coterie.errors import ConfigError
 
@@ -20,6 +21,7 @@ federation = typer.Typer(
     help="Set up a federation that stands: create it, join, sign members, serve.",
 )
 Node = Annotated[Path, typer.Option("--node", metavar="NODE.toml", help="This member's file.")]
+MemberFile = Annotated[Path, typer.Argument(metavar="NODE.toml", help="This member's file.")]
 Name = Annotated[str, typer.Argument(help="The study's name; `coterie studies --node` lists them.")]
 _NODE = Path("node.toml")
 _SENT = "it is sent to the other members while `coterie federation serve` runs"
@@ -50,7 +52,7 @@ def add_commands(app: typer.Typer) -> None:
 def create_federation(
     folder: _net.Folder,
     name: Annotated[str, typer.Option(help="The federation's name: a-z, 0-9 and -.")],
-    days: Annotated[float, typer.Option(help="How long the authority is valid.")] = 365.0,
+    days: _net.AuthorityDays = 365.0,
 ) -> None:
     """Create the organizer's key and the certificate authority of a federation.
 
@@ -72,19 +74,11 @@ def create_federation(
 @federation.command("sign")
 def sign_member(
     folder: _net.Folder,
-    request: Annotated[Path, typer.Argument(help="The member's request, NAME.csr.")],
-    address: Annotated[
-        str,
-        typer.Argument(
-            help="host:port as agreed with the member, whose request must name this host; or "
-            '"outbound".'
-        ),
-    ],
+    request: _net.Request,
+    address: _net.Address,
     name: Annotated[str, typer.Option(help="The name as agreed with the member.")] = "",
-    days: Annotated[float, typer.Option(help="How long the certificate is valid.")] = 30.0,
-    relay: Annotated[
-        bool, typer.Option("--relay", help="It is a relay, and no member.", show_default=False)
-    ] = False,
+    days: _net.Days = 30.0,
+    relay: _net.Relay = False,
 ) -> None:
     """Sign a member's request, and the next roster of the federation with it.
 
@@ -109,10 +103,7 @@ def sign_member(
 
 
 @federation.command("serve")
-def serve_member(
-    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="The node file.")],
-    insecure: _net.Insecure = False,
-) -> None:
+def serve_member(file: _net.NodeFile, insecure: _net.Insecure = False) -> None:
     """Serve as a member of a federation: run the studies that it approves, one at a time.
 
     It runs until it is stopped; started again, it goes on where it was.
@@ -128,9 +119,7 @@ def serve_member(
 
 
 @federation.command("check")
-def check_member(
-    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="This member's file.")],
-) -> None:
+def check_member(file: MemberFile) -> None:
     """Check a member before studies come: identity, roster, data of each role, and links.
 
     While the service runs it also says which members are here, and why the others are
@@ -148,13 +137,7 @@ def check_member(
 
 
 @federation.command("watch")
-def watch_federation(
-    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="This member's file.")],
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any free one.")
-    ] = 0,
-    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-) -> None:
+def watch_federation(file: MemberFile, port: Port = 0, open_: Open = False) -> None:
     """Serve this member's page of its federation on 127.0.0.1; Ctrl-C ends it.
 
     It shows members and studies, what each study would send, and the curves of studies

@@ -23,6 +23,20 @@ net = typer.Typer(
     help="Set up a run between machines: authority, members, roster; or run a demonstration.",
 )
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The organizer's folder.")]
+NodeFile = Annotated[Path, typer.Argument(metavar="NODE.toml", help="The node file.")]
+Request = Annotated[Path, typer.Argument(help="The member's request, NAME.csr.")]
+Address = Annotated[
+    str,
+    typer.Argument(
+        help="host:port as agreed with the member, whose request must name this host; or "
+        '"outbound".'
+    ),
+]
+Days = Annotated[float, typer.Option(help="How long the certificate is valid.")]
+AuthorityDays = Annotated[float, typer.Option(help="How long the authority is valid.")]
+Relay = Annotated[
+    bool, typer.Option("--relay", help="It is a relay, and no member.", show_default=False)
+]
 # Not 2, which is a mistake in the command.
 _OPEN = 3  # the exit status when logs cannot settle something
 SEND = "send it and roster.toml.sig to all members; running nodes adopt it within a round"
@@ -66,7 +80,7 @@ def create_authority(
             help="Also create this member's key here; for tests.",
         ),
     ] = None,
-    days: Annotated[float, typer.Option(help="How long the authority is valid.")] = 365.0,
+    days: AuthorityDays = 365.0,
 ) -> None:
     """Create the organizer's key and a private certificate authority for one run.
 
@@ -128,14 +142,8 @@ def create_member_key(
 @net.command("sign")
 def sign_member(
     folder: Folder,
-    request: Annotated[Path, typer.Argument(help="The member's request, NAME.csr.")],
-    address: Annotated[
-        str,
-        typer.Argument(
-            help="host:port as agreed with the member, whose request must name this host; or "
-            '"outbound".'
-        ),
-    ],
+    request: Request,
+    address: Address,
     name: Annotated[
         str,
         typer.Option(
@@ -143,10 +151,8 @@ def sign_member(
             "missing."
         ),
     ] = "",
-    days: Annotated[float, typer.Option(help="How long the certificate is valid.")] = 30.0,
-    relay: Annotated[
-        bool, typer.Option("--relay", help="It is a relay, and no member.", show_default=False)
-    ] = False,
+    days: Days = 30.0,
+    relay: Relay = False,
 ) -> None:
     """Sign a member's request: write its certificate.
 
@@ -213,7 +219,7 @@ def rekey_member(
             help="Its new address, host:port, if it has one; the request must name this host."
         ),
     ] = "",
-    days: Annotated[float, typer.Option(help="How long the certificate is valid.")] = 30.0,
+    days: Days = 30.0,
 ) -> None:
     """Give a member a new key: sign its request and the next version of the roster.
 
@@ -262,7 +268,7 @@ def move_member(
 
 @net.command("rehearse")
 def rehearse_links(
-    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="The node file.")],
+    file: NodeFile,
     wait: Annotated[
         float, typer.Option(help="Seconds to wait for the other members.", min=1)
     ] = 300.0,
@@ -621,7 +627,7 @@ def _print_results(study: Any) -> None:
 
 
 def run_node(
-    file: Annotated[Path, typer.Argument(metavar="NODE.toml", help="The node file.")],
+    file: NodeFile,
     role: Annotated[
         str | None, typer.Option(help="The role: server, on the member that has it.")
     ] = None,

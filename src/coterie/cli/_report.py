@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coterie._util.files import prepare_folder, show_path
+from coterie.cli._options import Open, Port
 
 if TYPE_CHECKING:  # pages are imported when one is shown
     from coterie.report.server import PageServer
@@ -63,10 +64,8 @@ def watch_folder(
     folder: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="Folder of a study, a run or a node.")
     ],
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0 for any free one.")
-    ] = 0,
-    open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    port: Port = 0,
+    open_: Open = False,
 ) -> None:
     """Serve the report on 127.0.0.1 and update it during a run; Ctrl-C ends it.
 

@@ -30,6 +30,7 @@ from coterie._util.files import show_path
 from coterie._util.names import to_one_line
 from coterie.cli import _audit, _cluster, _compare, _export, _federation, _report
 from coterie.cli._net import add_commands
+from coterie.cli._options import DataDir, Quiet, Set, StudyName, Workers
 from coterie.cli._stopping import describe_os_error, explain_interruption
 from coterie.errors import (
     ClockError,
@@ -59,45 +60,14 @@ TOO_FEW = 5
 # keeps it.
 _Usage: type[typer.BadParameter] = typer.BadParameter.__mro__[2]  # type: ignore[assignment]
 
-DataDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--data-dir",
-        envvar="COTERIE_DATA",
-        help="Folder with datasets, in the Hugging Face layout.",
-    ),
-]
 Out = Annotated[
     Path, typer.Option("--out", "-o", help="Folder in which the study's folder is created.")
 ]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        "--workers", "-w", min=1, help="Processes; by default one per core, or one on a GPU."
-    ),
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the summary as JSON, for programs.")]
-StudyName = Annotated[
-    str, typer.Argument(metavar="STUDY", help="A study file, or the name of a built-in study.")
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        "-s",
-        metavar="PATH=VALUE",
-        help="Change a setting, e.g. methods.dac.tau=30. Repeatable.",
-    ),
-]
 Seeds = Annotated[
     str | None,
     typer.Option(help="The number of seeds (5), or a list (0,3,7); `7,` means only seed 7."),
 ]
-On = _cluster.On
-Cpus = _cluster.Cpus
-Gpus = _cluster.Gpus
-Blocks = _cluster.Blocks
 
 
 def _show_version(asked: bool) -> bool:
@@ -149,10 +119,10 @@ def run_study(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue what is there; this is the default.")
     ] = False,
-    on: On = "local",
-    cpus: Cpus = 1,
-    gpus: Gpus = None,
-    blocks: Blocks = None,
+    on: _cluster.On = "local",
+    cpus: _cluster.Cpus = 1,
+    gpus: _cluster.Gpus = None,
+    blocks: _cluster.Blocks = None,
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
@@ -201,10 +171,10 @@ def resume_study(
     ],
     data_dir: DataDir = None,
     workers: Workers = None,
-    on: On = "local",
-    cpus: Cpus = 1,
-    gpus: Gpus = None,
-    blocks: Blocks = None,
+    on: _cluster.On = "local",
+    cpus: _cluster.Cpus = 1,
+    gpus: _cluster.Gpus = None,
+    blocks: _cluster.Blocks = None,
     quiet: Quiet = False,
     json_: AsJson = False,
 ) -> None:
