@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from coterie.cli import _tables
+from coterie.results.tables import TextTable, format_markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs/reference"
@@ -13,12 +13,12 @@ STORED = REFERENCE / "runs"
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a Markdown table."""
-    return markdown(_tables.TextTable("", head, [[str(cell) for cell in row] for row in rows]))
+    return markdown(TextTable("", head, [[str(cell) for cell in row] for row in rows]))
 
 
-def markdown(table: _tables.TextTable) -> str:
+def markdown(table: TextTable) -> str:
     """Return a table as Markdown, without blank lines around it."""
-    return _tables.format_markdown(table).strip()
+    return format_markdown(table).strip()
 
 
 def write(pages: Mapping[Path, str]) -> int:

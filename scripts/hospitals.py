@@ -20,7 +20,6 @@ import numpy as np
 from _pages import REFERENCE, STORED, markdown, table, write
 from stored import told
 
-from coterie.cli._tables import TextTable
 from coterie.data import heart_disease
 from coterie.functional.paired import (
     CONFIDENCE,
@@ -29,6 +28,7 @@ from coterie.functional.paired import (
     mean_difference,
     overlap_from_share,
 )
+from coterie.results.tables import TextTable
 
 PAGE = REFERENCE / "four-hospitals.md"
 HOSPITALS = ("cleveland", "hungary", "long-beach-va", "switzerland")

@@ -14,7 +14,7 @@ from typing import Any
 from _pages import ROOT, STORED, markdown, table, write
 from stored import told
 
-from coterie.cli._tables import TextTable
+from coterie.results.tables import TextTable
 
 PAGE = ROOT / "docs/explanation/bounded-tables.md"
 NAME = "tables/gate"

@@ -21,7 +21,7 @@ from typing import Any
 from _pages import REFERENCE, STORED, markdown, write
 from stored import told
 
-from coterie.cli._tables import TextTable
+from coterie.results.tables import TextTable
 
 HEAD = """# Performance
 

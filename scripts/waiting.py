@@ -14,7 +14,7 @@ from typing import Any
 from _pages import ROOT, STORED, markdown, table, write
 from stored import told
 
-from coterie.cli._tables import TextTable
+from coterie.results.tables import TextTable
 
 METHODS = ("DAC", "PENS", "Random", "Ditto", "FedAvg", "Local")
 PAGE = ROOT / "docs/explanation/when-to-wait.md"

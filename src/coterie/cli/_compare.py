@@ -131,6 +131,7 @@ def compare_studies(
     from coterie.papers import compare as comparing
     from coterie.results import conditions
     from coterie.results.equal_budget import Unit, rank_at_equal_budget
+    from coterie.results.tables import build_pairs_table, format_latex, format_markdown
     from coterie.results.varied import tabulate_setting
 
     found: list[Any] = []
@@ -172,7 +173,7 @@ def compare_studies(
             name = one.study if len(folders) > 1 else ""
             if one.pairs:
                 known = REGISTRY[one.metric]
-                shown.append(_tables.build_pairs_table(one.pairs, known, one.split, name))
+                shown.append(build_pairs_table(one.pairs, known, one.split, name))
             notes += _name_study(one.verdicts, name)
             missing += one.describe_coverage()
     else:
@@ -207,7 +208,7 @@ def compare_studies(
         for one in across:
             if one.metric is not None and one.pairs:
                 both = " and ".join(one.studies)
-                shown.append(_tables.build_pairs_table(one.pairs, one.metric, studies=both))
+                shown.append(build_pairs_table(one.pairs, one.metric, studies=both))
             notes += one.verdicts
             # Tables for a paper come without the verdicts: what differs must be said all the same.
             if format_ is not None:
@@ -221,7 +222,7 @@ def compare_studies(
         # Notes go to standard error: standard output holds the table alone, to be redirected.
         for note in missing:
             typer.echo(f"note: {note}", err=True)
-        write = {"latex": _tables.format_latex, "markdown": _tables.format_markdown}[format_.value]
+        write = {"latex": format_latex, "markdown": format_markdown}[format_.value]
         # Each table ends its last line itself.
         typer.echo("\n".join(map(write, shown)), nl=False)
         return

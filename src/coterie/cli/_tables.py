@@ -19,28 +19,8 @@ from coterie.papers.counting import SeedDeviations, TableBias, count_verdicts, m
 from coterie.results.equal_budget import EqualBudget
 from coterie.results.pairs import find_leaders
 from coterie.results.summary import MEANS
-from coterie.results.tables import (
-    BEST,
-    SAME,
-    STAR,
-    TextTable,
-    build_means_table,
-    build_pairs_table,
-    format_latex,
-    format_markdown,
-)
+from coterie.results.tables import BEST, SAME, STAR, TextTable, build_means_table, build_pairs_table
 from coterie.results.varied import VariedResults
-
-__all__ = [
-    "TextTable",
-    "build_equal_budget_table",
-    "build_paper_tables",
-    "build_side_by_side",
-    "build_study_tables",
-    "build_varied_table",
-    "format_latex",
-    "format_markdown",
-]
 
 
 def build_paper_tables(

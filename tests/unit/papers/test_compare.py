@@ -296,8 +296,8 @@ def test_the_command_prints_tables_and_json(tmp_path):
 
 
 def test_a_markdown_table_has_one_line_a_row():
-    sheet = _tables.TextTable("t", ("a", "b"), [("x|y", "1")], "foot")
-    assert _tables.format_markdown(sheet) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n\nfoot\n"
+    sheet = tables.TextTable("t", ("a", "b"), [("x|y", "1")], "foot")
+    assert tables.format_markdown(sheet) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |\n\nfoot\n"
 
 
 @pytest.fixture
