@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -81,7 +80,7 @@ def export_models(
       coterie export runs/hospitals --method DAC --seed 0 --all --out models
       coterie export runs/hospitals/DAC/seed-0 --client north --out north.onnx
     """
-    from coterie.results.export import FORMATS, choose_format
+    from coterie.results.export import FORMATS, choose_format, export_frozen, export_model
     from coterie.runtime.models import Which, load_models
 
     if format_ is not None and format_ not in (*FORMATS, "peft"):
@@ -113,50 +112,27 @@ def export_models(
     files = _choose_files(models, clients, out, all_, FORMATS[chosen], {_FROZEN} if frozen else ())
     # All files first: nothing is written when one of them is in the way.
     _require_writable([*files, *frozen], force)
-    export = _Export(models, chosen, which, _find_study_name(run), force, adapter, data)
+    study = _find_study_name(run)
     for name, path in zip(clients, files, strict=True):
-        export.write_client(name, path)
+        export_model(
+            models,
+            name,
+            path,
+            format=chosen,
+            which=which,  # type: ignore[arg-type]
+            study=study,
+            force=force,
+            adapter=adapter,
+            samples=None if data is None else _load_samples(data, models, name),
+        )
+        typer.echo(f"{to_one_line(str(models.client_name(name)))}: {show_path(path)}")
     # Last: a file that all clients share is of use only where theirs were written.
     for path in frozen:
-        export.write_frozen(path)
+        export_frozen(models, path, format=chosen, force=force)
+        typer.echo(f"the frozen weights of all: {show_path(path)}")
 
 
 _FROZEN = "frozen"  # the file of the weights that all clients share, which no client's may replace
-
-
-@dataclass(frozen=True)
-class _Export:
-    """What is the same for the files of all clients: the options of the command."""
-
-    models: Any
-    format: Any
-    which: Any
-    study: str
-    force: bool
-    adapter: bool
-    data: str | None
-
-    def write_client(self, client: str | int, path: Path) -> None:
-        from coterie.results.export import export_model
-
-        export_model(
-            self.models,
-            client,
-            path,
-            format=self.format,
-            which=self.which,
-            study=self.study,
-            force=self.force,
-            adapter=self.adapter,
-            samples=None if self.data is None else _load_samples(self.data, self.models, client),
-        )
-        typer.echo(f"{to_one_line(str(self.models.client_name(client)))}: {show_path(path)}")
-
-    def write_frozen(self, path: Path) -> None:
-        from coterie.results.export import export_frozen
-
-        export_frozen(self.models, path, format=self.format, force=self.force)
-        typer.echo(f"the frozen weights of all: {show_path(path)}")
 
 
 def _load_samples(data: str, models: Any, client: str | int) -> Any:
@@ -200,7 +176,7 @@ def _write_folders(
     models: Any,
     clients: Sequence[str | int],
     folders: Sequence[Path],
-    which: str,
+    which: Any,
     force: bool,
     data: str | None,
 ) -> None:
@@ -210,14 +186,7 @@ def _write_folders(
     _refuse_existing(folders, force)
     for name, path in zip(clients, folders, strict=True):
         samples = None if data is None else _load_samples(data, models, name)
-        export_adapter_folder(
-            models,
-            name,
-            path,
-            which=which,  # type: ignore[arg-type]
-            force=force,
-            samples=samples,
-        )
+        export_adapter_folder(models, name, path, which=which, force=force, samples=samples)
         typer.echo(f"{to_one_line(str(models.client_name(name)))}: {show_path(path)}")
 
 

@@ -89,7 +89,7 @@ def create_authority(
       coterie net init organizer --run three-hospitals
     """
     check_packages()
-    from coterie.net import identity
+    from coterie.net import identity, setup
 
     check_folder(folder)
     identity.make_authority(folder, run, days=days)
@@ -99,7 +99,7 @@ def create_authority(
         request = identity.make_request(folder, name, address)
         # By the two steps that organizer and member take, so that the files are the same.
         identity.sign_request(folder, request, name, address, days=min(days, 30.0))
-        _record_member(folder, name, address)
+        setup.add_member(folder, name, address)
     typer.echo(
         f"{show_path(folder)}: ca.key and organizer.key stay here; give every member ca.pem and "
         "organizer.pub"
@@ -176,7 +176,7 @@ def sign_member(
     if relay:
         identity.split_address(address)  # it is dialed
     certificate = identity.sign_request(folder, request, name, address, days=days)
-    record = setup.add_relay if relay else _record_member
+    record = setup.add_relay if relay else setup.add_member
     # Last: a request that was refused leaves no entry in the roster.
     record(folder, name, address)
     typer.echo(
@@ -598,6 +598,9 @@ def run_demo(
       coterie net demo
     """
     check_packages()
+    from rich.console import Console
+
+    from coterie.cli import _display
     from coterie.net import fleet
     from coterie.studies.run import load_study_results
 
@@ -614,16 +617,8 @@ def run_demo(
         # Standard output is for the results.
         say=lambda text: typer.echo(text, err=True),
     )
-    _print_results(load_study_results(top))
+    _display.print_results(load_study_results(top), Console())
     typer.echo(f"Runs: {show_path(top)}")
-
-
-def _print_results(study: Any) -> None:
-    from rich.console import Console
-
-    from coterie.cli import _display
-
-    _display.print_results(study, Console())
 
 
 def run_node(
@@ -842,9 +837,3 @@ def start_nodes(
         raise TransportError(f"some nodes failed: {bad}")
     place = f"; their logs are in {show_path(logs)}" if logs else ""
     typer.echo(f"{len(files)} nodes finished: {', '.join(files)}{place}")
-
-
-def _record_member(folder: Path, name: str, address: str) -> None:
-    from coterie.net import setup
-
-    setup.add_member(folder, name, address)

@@ -298,19 +298,17 @@ def list_studies(
         found = builtin_studies.find_builtin_studies(bases=not resolved)
         if name not in found:
             raise ConfigError(describe_unknown("study", name, found))
-        text = _resolve_study(name) if resolved else found[name].read_text(encoding="utf-8")
+        text = found[name].read_text(encoding="utf-8")
+        if resolved:
+            from coterie.studies import config
+
+            text = config.format_study(config.load_study(name))
         typer.echo(text, nl=False)
         return
     console = Console()
     for title, (size, description) in _catalog.load_studies().items():
         console.print(f"[bold]{title}[/bold]  [dim]{size}[/dim]", highlight=False)
         console.print(f"    {escape(description)}", highlight=False)
-
-
-def _resolve_study(name: str) -> str:
-    from coterie.studies import config
-
-    return config.format_study(config.load_study(name))
 
 
 @app.command("list")
