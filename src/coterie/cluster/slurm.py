@@ -15,7 +15,7 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 from coterie._util import origin
 from coterie._util.claims import claim_folder
 from coterie._util.files import write_atomically
-from coterie._util.mappings import prefix_keys
+from coterie._util.mappings import prefix_keys, select_keys
 from coterie._util.names import shorten_error
 from coterie.cluster import doctor, turns
 from coterie.cluster.place import Place
@@ -95,28 +95,24 @@ class SlurmRuns(FanOut):
         with _make_executor(
             self.place, place, self.cpus, int(self.gpus), min(workers, len(asked)), work.folder
         ) as executor:
-            turns_of = []
+            own = doctor.describe_this_machine().facts
+            software = select_keys(own, doctor.REFUSED)
+            tasks = []
             for job in asked:
-                software = self._own_software()
-                turns_of.append(_SlurmTask(work, job, batch, list(sys.argv), software, self.cpus))
+                tasks.append(_SlurmTask(work, job, batch, list(sys.argv), software, self.cpus))
             # Before the first submission: a job that starts at once must find its own batch.
             _write_request(place, batch, self.place, {})
             local, handed_in = self.place.address == "local", dict[int, Any]()
-            waiting, rounds = list(enumerate(turns_of)), dict[int, int]()
+            waiting, rounds = list(enumerate(tasks)), dict[int, int]()
             while waiting or handed_in:
                 # Processes of this machine have no queue of their own, so no more start than there
                 # are cores.
                 room = min(workers, count_cores()) - len(handed_in) if local else len(waiting)
                 now, waiting = _split_waiting(waiting, room)
                 if now:
-                    with _suppress_warnings():
-                        if local:
-                            new = [executor.submit(one) for _, one in now]
-                        else:
-                            with executor.batch():
-                                # Inside `batch`, submitit collects the calls and submits one
-                                # array.
-                                new = [executor.submit(one) for _, one in now]
+                    # Inside `batch`, submitit collects the calls and submits one array.
+                    with _suppress_warnings(), nullcontext() if local else executor.batch():
+                        new = [executor.submit(one) for _, one in now]
                     handed_in |= {number: job for (number, _), job in zip(now, new, strict=True)}
                     ids = {}
                     for number, job in handed_in.items():
@@ -148,10 +144,6 @@ class SlurmRuns(FanOut):
                     time.sleep(0.2 if local else _TURN)
         if failed:
             raise failed[0]
-
-    def _own_software(self) -> dict[str, str]:
-        own = doctor.describe_this_machine().facts
-        return {key: own[key] for key in doctor.REFUSED}
 
 
 @dataclass
