@@ -14,9 +14,9 @@ from jaxtyping import Float
 
 from coterie._util import manifest
 from coterie._util.claims import claim_folder
-from coterie._util.mappings import drop_keys
 from coterie.functional import metrics
 from coterie.results import by_phase, pairs
+from coterie.results.coverage import MARKED_ROUNDS
 from coterie.results.planted import MOST_CLUSTERS
 from coterie.results.selection import select_compared_runs, summarize_coverage
 from coterie.results.stored_runs import (
@@ -110,7 +110,7 @@ def summarize_runs(
     content["spent"] = compute_spending(chosen)
     content["time_to_accuracy"] = compute_time_to_accuracy(chosen)
     content["undefined"] = list_undefined_metrics(chosen)
-    for key in ("skipped", "alone"):
+    for key in MARKED_ROUNDS:
         if marked := list_marked_rounds(chosen, key):
             content[key] = marked
     if declared := metrics.metrics_to_store(collect_metrics(runs).values()):
@@ -134,15 +134,17 @@ def _build_rows(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[dic
     for group in group_by_label(runs).values():
         for metric in _list_result_metrics(group):
             comparable = can_compare(runs, metric)
-            reduced: dict[int | str, list[float]] = {}
+            reduced: dict[Any, list[float]] = {}
             for run in group:
                 for cluster, value in compute_cluster_means(run, metric).items():
                     # Where data change over the rounds, a cluster may be empty with some seeds.
                     reduced.setdefault(cluster, []).append(value)
-            planted = [cluster for cluster in reduced if isinstance(cluster, int)]
+            planted = sorted(cluster for cluster in reduced if isinstance(cluster, int))
             if len(planted) > MOST_CLUSTERS:
-                reduced = drop_keys(reduced, planted)
-            for cluster, values in _order_clusters(reduced):
+                planted = []
+            # The means over all clients and over clusters come after the clusters.
+            for cluster in (*planted, *(key for key in reduced if key in OVERALL)):
+                values = reduced[cluster]
                 mean, deviation = mean_std_over_seeds(np.array(values))
                 row = describe_method(group[0])
                 row |= {"cluster": names.get(cluster, str(cluster)), "metric": metric}
@@ -153,16 +155,8 @@ def _build_rows(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[dic
     return rows
 
 
-def _order_clusters(reduced: Mapping[Any, list[float]]) -> list[tuple[Any, list[float]]]:
-    """Order the clusters by number, and the means over all clients and clusters after them."""
-    clusters = sorted(key for key in reduced if isinstance(key, int))
-    others = [key for key in reduced if not isinstance(key, int)]
-    return [(key, reduced[key]) for key in (*clusters, *others)]
-
-
 def _list_result_metrics(runs: Sequence[StoredRun]) -> list[str]:
-    """List the metrics of the results of some runs, each once."""
-    # Each once, in the order of the first run that has it.
+    """List the metrics of the results of some runs, each once, in the order of the runs."""
     return list(dict.fromkeys(chain.from_iterable(run.result_metrics for run in runs)))
 
 
