@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from _pages import REFERENCE, STORED, markdown, table, write
 from stored import told
 
@@ -134,34 +135,60 @@ def bias_table(results: Sequence[compare.StudyResult], deviations: counting.Seed
     for result in results:
         if result.experiment is None:
             continue
-        for one in counting.measure_bias(compare.compare_with_paper(result), deviations):
+        comparison = compare.compare_with_paper(result)
+        lines = counting.list_judged(comparison)
+        for one in counting.measure_bias(comparison, deviations):
             if one.compared < MIN_COMPARED:
                 few[f"`{one.study}`"] = None
             else:
-                found.append((compare.is_full_size(result.study), one))
-    found.sort(key=lambda pair: (not pair[1].is_one_sided, pair[1].study))
+                moved = deviation_over_seeds(result.folder, lines[one.metric])
+                found.append((compare.is_full_size(result.study), moved, one))
+    found.sort(key=lambda row: (not row[-1].is_one_sided, row[-1].study))
     cells = []
-    for is_full, one in found:
+    for is_full, moved, one in found:
         side, count = one.side
         said = one.verdicts
         cells.append(
             (
                 f"`{one.study}`", metrics.REGISTRY[one.metric].heading(), "full" if is_full else "reduced", one.seeds,
-                one.compared, _tables.format_difference(one), f"{100 * count / one.compared:.0f} % {side}",
+                one.compared, _tables.format_difference(one), moved, f"{100 * count / one.compared:.0f} % {side}",
                 said.paper, said.point, said.ours, said.outside, said.few_seeds, "yes" if one.is_one_sided else "",
             )
         )  # fmt: skip
     head = (
-        "study", "metric", "size", "seeds", "compared", "mean difference", "of one sign", "paper's deviation", "one point",
-        "ours alone", "outside", "few seeds", "one-sided",
+        "study", "metric", "size", "seeds", "compared", "mean difference", "seeds move it by", "of one sign",
+        "paper's deviation", "one point", "ours alone", "outside", "few seeds", "one-sided",
     )  # fmt: skip
     about = (
         "Each stored study as a whole: the mean of our numbers minus the paper's, over rows and clusters, how many of them are "
         "on the side that has more, the fewest seeds of a number, and the verdicts. *One-sided* tables have at least nine "
-        "tenths of six or more numbers on one side: the experiment differs from the paper's there, however many are within. "
+        "tenths of six or more numbers on one side: the experiment differs from the paper's there, however many are within, or "
+        "its seeds do. For the rows of a seed share its data and often its first model, and are above or below together: "
+        "*seeds move it by* is the deviation of the mean over all rows from one of our seeds to the next. The paper's mean "
+        "over its own seeds moves as much, and thirty rows are then no more than a few. "
         f"Metrics with fewer than {MIN_COMPARED} numbers have no row: see the parts on {', '.join(few)}."
     )
     return f"## To one side\n\n{about}\n\n{table(head, cells)}\n"
+
+
+def deviation_over_seeds(folder: Path, lines: Sequence[compare.ComparedNumber]) -> str:
+    """Return the population deviation over seeds of the mean of a table's numbers; nothing for one seed.
+
+    Args:
+        folder: the stored study.
+        lines: the numbers, all of one metric.
+    """
+    path = folder / "runs.json"
+    means: dict[int, dict[tuple[str, str], float]] = {}
+    for run in json.loads(path.read_text()) if path.exists() else []:
+        for cluster, value in run["values"].get(lines[0].metric, {}).items():
+            means.setdefault(run["seed"], {})[run["label"], cluster] = value
+    wanted = [(line.label, line.cluster) for line in lines]
+    # A seed that some row lacks has a mean of other rows.
+    whole = [[own[one] for one in wanted] for own in means.values() if own.keys() >= set(wanted)]
+    if len(whole) < 2:
+        return ""
+    return f"{metrics.REGISTRY[lines[0].metric].scale * np.std(np.mean(whole, axis=1)):.2f}"
 
 
 def show_costs(source: str) -> list[str]:

@@ -140,8 +140,7 @@ class TableBias:
         study: its name.
         metric: its name.
         difference: the mean of ours - paper, in the units of the metric (accuracies: 0 to 1); over
-            rows and clusters, without undecided, chosen or predicted numbers, as in all that
-            follows.
+            rows and clusters that `list_judged` has, as all that follows.
         below: how many numbers are less than the paper's.
         above: how many are more.
         seeds: the fewest seeds of a number.
@@ -173,14 +172,19 @@ class TableBias:
         return self.compared >= 6 and self.side[1] >= 0.9 * self.compared
 
 
-def measure_bias(comparison: PaperComparison, deviations: SeedDeviations) -> list[TableBias]:
-    """Return how far the numbers of a study lie to one side, for each metric."""
+def list_judged(comparison: PaperComparison) -> dict[str, list[ComparedNumber]]:
+    """Return the numbers of a study by metric, without undecided, chosen or predicted ones."""
     by_metric: dict[str, list[ComparedNumber]] = {}
     for line in comparison.lines:
         if line.within is not None and not line.chosen and not line.predicted:
             by_metric.setdefault(line.metric, []).append(line)
+    return by_metric
+
+
+def measure_bias(comparison: PaperComparison, deviations: SeedDeviations) -> list[TableBias]:
+    """Return how far the numbers of a study lie to one side, for each metric."""
     found = []
-    for metric, lines in by_metric.items():
+    for metric, lines in list_judged(comparison).items():
         differences = [line.difference for line in lines]
         found.append(
             TableBias(

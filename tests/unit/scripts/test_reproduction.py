@@ -5,6 +5,7 @@ import json
 import math
 import re
 import tomllib
+import types
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -219,7 +220,7 @@ def recount() -> list[dict]:
                 row.append({
                     "source": source, "study": study["name"], "metric": metric, "paper": paper,
                     "paper_std": float(one["std"]) / unit if one["std"] else None,
-                    "ours": ours["mean"], "label": label,
+                    "ours": ours["mean"], "label": label, "cluster": cluster,
                     "seeds": ours["seeds"], "std": ours["std"] if ours["seeds"] > 1 else None,
                     "difference": ours["mean"] - paper, "is_mean": cluster in ("all", "clusters"),
                 })  # fmt: skip
@@ -333,6 +334,44 @@ def test_the_sides_of_the_page_are_those_of_the_stored_runs(counted):
             if verdict != "undecided":
                 assert int(row[name]) == sum(one["verdict"] == verdict for one in own)
         assert (row["one-sided"] == "yes") == (size >= 6 and max(below, above) / size >= 0.9)
+
+
+def test_how_far_seeds_move_a_table_is_what_its_runs_say():
+    """By hand for the two clusters of labels: 33 numbers of three seeds, and one mean of each seed."""
+    study = "similarity/cifar10-label-2"
+    runs = json.loads((ROOT / "docs/reference/runs" / study / "runs.json").read_text())
+    means = []
+    for seed in (0, 1, 2):
+        own = [run["values"]["accuracy"] for run in runs if run["seed"] == seed]
+        assert len(own) == 11
+        numbers = [one[key] for one in own for key in ("all", "labels 2-7", "labels 0-1,8-9")]
+        means.append(100 * sum(numbers) / 33)
+    shown = {row["study"].strip("`"): row for row in read_table("To one side")}
+    moved = shown[study]["seeds move it by"]
+    assert moved == f"{math.sqrt(sum((one - sum(means) / 3) ** 2 for one in means) / 3):.2f}"
+    assert {row["seeds move it by"] != "" for row in shown.values() if int(row["seeds"]) == 1} == {
+        False
+    }
+    several = [row for row in shown.values() if int(row["seeds"]) > 1]
+    assert all(row["seeds move it by"] for row in several if "over clusters" not in row["metric"])
+
+
+def test_a_seed_that_lacks_a_row_does_not_count_in_how_far_seeds_move_a_table(tmp_path):
+    line = types.SimpleNamespace(label="a", cluster="all", metric="accuracy")
+    lines = [line, types.SimpleNamespace(label="b", cluster="all", metric="accuracy")]
+
+    def write(*runs):
+        text = json.dumps([
+            {"label": label, "seed": seed, "values": {"accuracy": {"all": value}}}
+            for label, seed, value in runs
+        ])  # fmt: skip
+        (tmp_path / "runs.json").write_text(text)
+
+    assert reproduction.deviation_over_seeds(tmp_path, lines) == ""
+    write(("a", 0, 0.5), ("b", 0, 0.7), ("a", 1, 0.6), ("b", 1, 0.8), ("a", 2, 0.1))
+    assert reproduction.deviation_over_seeds(tmp_path, lines) == "5.00"  # 60 and 70 %
+    write(("a", 0, 0.5), ("b", 0, 0.7), ("a", 1, 0.6))
+    assert reproduction.deviation_over_seeds(tmp_path, lines) == ""
 
 
 def test_a_page_of_a_paper_says_its_counts_and_each_number_that_is_compared(counted):
