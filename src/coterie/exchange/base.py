@@ -24,6 +24,7 @@ from torch import Tensor
 
 from coterie._util import pages
 from coterie._util.finite import not_finite
+from coterie._util.mappings import prefix_keys, select_prefix
 from coterie._util.settings import Configurable
 from coterie._util.tensors import index_each, index_optional
 from coterie.errors import ExchangeError
@@ -124,7 +125,7 @@ def messages_to_tensors(name: str, messages: Mapping[int, Message]) -> dict[str,
     for number, message in messages.items():
         assert message.ids is not None
         out |= {f"{name}.{number}.params": message.params, f"{name}.{number}.ids": message.ids}
-        out |= {f"{name}.{number}.field.{key}": value for key, value in message.fields.items()}
+        out |= prefix_keys(f"{name}.{number}.field.", message.fields)
     return out
 
 
@@ -132,11 +133,7 @@ def messages_from_tensors(name: str, tensors: Mapping[str, Tensor]) -> dict[int,
     """Invert `messages_to_tensors`; tensors with other names are ignored."""
     out = {}
     for number in {int(key.split(".")[1]) for key in tensors if key.startswith(f"{name}.")}:
-        head = f"{name}.{number}.field."
-        fields = {}
-        for key, value in tensors.items():
-            if key.startswith(head):
-                fields[key.removeprefix(head)] = value
+        fields = select_prefix(f"{name}.{number}.field.", tensors)
         out[number] = Message(
             tensors[f"{name}.{number}.params"], fields, tensors[f"{name}.{number}.ids"]
         )
@@ -457,9 +454,9 @@ class ExchangeWrapper(Generic[Inner]):
         return bool(getattr(self.inner, "server", False))
 
     @property
-    def gather(self) -> "Gather | None":
+    def gather(self) -> Gather | None:
         """The function that collects rows of the whole cohort; see `find_gather`."""
-        return getattr(self.inner, "gather", None)
+        return find_gather(self.inner)
 
     def begin_round(self, rng: Rng) -> None:
         """Pass on."""

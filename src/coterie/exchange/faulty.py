@@ -34,7 +34,7 @@ class Faulty(ExchangeWrapper[InMemory]):
     """
 
     def __init__(
-        self, inner: "InMemory", *, drop: float = 0.0, delay: float = 0.0, duplicate: float = 0.0
+        self, inner: InMemory, *, drop: float = 0.0, delay: float = 0.0, duplicate: float = 0.0
     ) -> None:
         for name, value in (("drop", drop), ("delay", delay), ("duplicate", duplicate)):
             if not 0 <= value <= 1:
@@ -47,10 +47,6 @@ class Faulty(ExchangeWrapper[InMemory]):
         """Start a round."""
         self._rng, self._number = rng, 0
         self.inner.begin_round(rng)
-
-    def set_active(self, ids: Int[Tensor, " active"]) -> None:
-        """Set the clients that take part in this round."""
-        self.inner.set_active(ids)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Pull with faults, drawn for each (round, exchange, reader, peer)."""

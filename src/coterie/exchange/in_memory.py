@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from coterie._util.mappings import number_items, prefix_keys
+from coterie._util.mappings import number_items, prefix_keys, select_prefix
 from coterie.errors import ExchangeError
 from coterie.exchange.base import (
     Inbox,
@@ -28,12 +28,16 @@ class InMemory:
     Args:
         ids: the ids of the rows of a full message.
         population: number of clients.
+
+    Attributes:
+        last: the messages of each exchange of a round, by its number, as published last.
+        stopped: the models of stopped clients, by id.
     """
 
     def __init__(self, ids: Int[Tensor, " clients"], population: int) -> None:
         self.ids, self.population = ids, population
         self.last: dict[int, Message] = {}
-        self._stopped: dict[int, Tensor] = {}  # by id: the model
+        self.stopped: dict[int, Tensor] = {}
         self._number = 0
         self.active = ids
 
@@ -55,7 +59,7 @@ class InMemory:
         self, ids: Int[Tensor, " stopped"], params: Float[Tensor, "stopped params"]
     ) -> None:
         """Make stopped clients keep publishing."""
-        self._stopped |= {int(i): row.clone() for i, row in zip(ids, params, strict=True)}
+        self.stopped |= {int(i): row.clone() for i, row in zip(ids, params, strict=True)}
 
     def skip_round(self, exchanges: int) -> None:
         """Do nothing: in one process no other process waits."""
@@ -71,7 +75,7 @@ class InMemory:
             )
         here = set(self.active.tolist())
         # Nothing is joined, so no model is copied.
-        if not self._stopped:
+        if not self.stopped:
             self.last[number] = message
             return message
         # A stopped client repeats the extras that it published last in this exchange.
@@ -79,11 +83,11 @@ class InMemory:
         assert previous.ids is not None
         place = number_items(previous.ids.tolist())
         # a client that stopped before it published in this exchange has no extras to repeat
-        gone = [c for c in sorted(self._stopped) if c not in here and c in place]
+        gone = [c for c in sorted(self.stopped) if c not in here and c in place]
         rows = torch.tensor([place[c] for c in gone], dtype=torch.int64)
         params = message.params[:0]
         if gone:
-            params = torch.stack([self._stopped[client] for client in gone])
+            params = torch.stack([self.stopped[client] for client in gone])
         # an exchange of extras alone has no columns
         params = params[:, : message.params.shape[1]]
         fields = {}
@@ -117,15 +121,13 @@ class InMemory:
     def snapshot(self) -> dict[str, Tensor]:
         """Return the state that a later round depends on, for a checkpoint."""
         # The last messages serve stopped clients only.
-        if not self._stopped:
+        if not self.stopped:
             return {}
-        out = prefix_keys("stopped.", self._stopped)
+        out = prefix_keys("stopped.", self.stopped)
         return out | messages_to_tensors("last", self.last)
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `snapshot`."""
-        self._stopped = {}
-        for name, row in tensors.items():
-            if name.startswith("stopped."):
-                self._stopped[int(name.removeprefix("stopped."))] = row
+        stopped = select_prefix("stopped.", tensors)
+        self.stopped = {int(client): model for client, model in stopped.items()}
         self.last |= messages_from_tensors("last", tensors)

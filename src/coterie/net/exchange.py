@@ -470,16 +470,16 @@ class RemoteExchange:
     ) -> None:
         """Make stopped clients answer with these models in every later round."""
         self._own.retire_clients(ids, params)
-        self._publish_stopped({int(i): row.clone() for i, row in zip(ids, params, strict=True)})
+        self._publish_stopped(ids.tolist())
 
-    def _publish_stopped(self, models: Mapping[int, Tensor]) -> None:
+    def _publish_stopped(self, clients: Iterable[int]) -> None:
         for number, board in self._own.last.items():
             assert board.ids is not None
             places = number_items(board.ids.tolist())
-            for client in models.keys() & places.keys():
+            for client in places.keys() & set(clients):
                 row = self._row_tensors(board, places[client])
                 # An exchange of extras alone has no columns.
-                tensors = {**row, "params": models[client][: len(row["params"])]}
+                tensors = {**row, "params": self._own.stopped[client][: len(row["params"])]}
                 # From the next round on: the message of this round is published already.
                 at = Address(self._rng.round + 1, number, client)
                 self.post.publish_standing(tensors, at)
@@ -494,8 +494,7 @@ class RemoteExchange:
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `snapshot`."""
         self._own.restore(tensors)
-        stopped = select_prefix("stopped.", tensors)
-        self._publish_stopped({int(client): model for client, model in stopped.items()})
+        self._publish_stopped(self._own.stopped)
 
 
 def cut_row(message: Message, row: int) -> dict[str, Tensor]:

@@ -573,7 +573,7 @@ class FreeExchange(RemoteExchange):
         super().begin_round(self._rng.at_round(round))
         self._publish_board(message)
 
-    def _publish_stopped(self, models: Mapping[int, Tensor]) -> None:
+    def _publish_stopped(self, clients: Iterable[int]) -> None:
         """Do nothing: what stopped clients send is published in each round."""
 
     def snapshot(self) -> dict[str, Tensor]:

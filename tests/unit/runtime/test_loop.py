@@ -110,7 +110,7 @@ def test_stopped_clients_rest_their_broadcast_never_changes_and_the_loop_ends_wh
         assert torch.equal(loop.state.params[stopped], before[stopped]), (
             "a stopped client neither merges nor trains"
         )
-        for client, row in exchange._stopped.items():
+        for client, row in exchange.stopped.items():
             assert torch.equal(broadcasts.setdefault(client, row.clone()), row)
             assert torch.equal(row, loop.tracker.best[client])
     assert loop.next_round < 60
