@@ -206,18 +206,11 @@ class RemoteExchange:
 
     # ------------------------------------------------------------------ sending
 
-    def _row_tensors(self, message: Message, row: int) -> dict[str, Tensor]:
-        return cut_row(message, row)
-
     def _publish_rows(self, message: Message, number: int) -> None:
         for row, client in enumerate(self._own.active.tolist()):
-            self.post.publish(self._row_tensors(message, row), self._address_of(number, client))
+            self.post.publish(cut_row(message, row), self._address_of(number, client))
 
     # ------------------------------------------------------------------ asking
-
-    def _message_template(self, message: Message, address: Address) -> Template:
-        """The template of a message like this one from another client."""
-        return make_template(message, address)
 
     def pull(self, message: Message, peers: Int[Tensor, "clients peers"]) -> Inbox:
         """Publish the hosted clients' message and fetch the chosen peers': see `Exchange.pull`.
@@ -245,7 +238,7 @@ class RemoteExchange:
             self._until = clock() + self.post.deadline()
         left = max(0.0, self._until - clock()) if number == 0 else self.post.deadline()
         lost = self._fetch_missing(
-            wanted, number, self._message_template(message, self._address_of(number, -1)), left
+            wanted, number, make_template(message, self._address_of(number, -1)), left
         )
         self.post.traffic.seconds += time.monotonic() - started
         # Only the first exchange can be repeated: later messages depend on earlier ones.
@@ -320,9 +313,7 @@ class RemoteExchange:
         else:
             for row, client in enumerate(self._own.active.tolist()):
                 self.post.publish(
-                    self._row_tensors(message, row),
-                    replace(address, client=client),
-                    to=self.roster.server,
+                    cut_row(message, row), replace(address, client=client), to=self.roster.server
                 )
             answer = shared, self._fetch_replies(message, address)
         self.post.traffic.seconds += time.monotonic() - started
@@ -346,7 +337,7 @@ class RemoteExchange:
         # One that was absent in this round is asked no more in it.
         others = sorted(expected - set(self.ids.tolist()) - self._lost)
         self.is_asking |= bool(others)
-        template = self._message_template(message, address)
+        template = make_template(message, address)
         found = self.post.fetch_all(
             [replace(address, client=c) for c in others], template, self.post.deadline()
         )
@@ -477,7 +468,7 @@ class RemoteExchange:
             assert board.ids is not None
             places = number_items(board.ids.tolist())
             for client in places.keys() & set(clients):
-                row = self._row_tensors(board, places[client])
+                row = cut_row(board, places[client])
                 # An exchange of extras alone has no columns.
                 tensors = {**row, "params": self._own.stopped[client][: len(row["params"])]}
                 # From the next round on: the message of this round is published already.

@@ -28,7 +28,7 @@ from coterie.exchange.base import Inbox, Message, check_peers, make_inbox
 from coterie.exchange.narrowed import narrow_message
 from coterie.functional import metrics
 from coterie.methods.base import Info, Method, PeerMethod, Round, State, publish_all
-from coterie.net.exchange import RemoteExchange, join_messages
+from coterie.net.exchange import RemoteExchange, cut_row, join_messages, make_template
 from coterie.net.head import Head
 from coterie.net.payload import Template
 from coterie.net.post import Post
@@ -509,7 +509,7 @@ class FreeExchange(RemoteExchange):
         assert board.ids is not None
         wanted = sorted(set(peers[peers >= 0].tolist()) - set(board.ids.tolist()))
         self.is_asking |= bool(wanted or self._down)
-        template = self._message_template(message, self._address_of(0, -1))
+        template = make_template(message, self._address_of(0, -1))
         came, lost = self._judge(self.newest.take(wanted, template))
         self.is_early = bool(lost) and set(lost.values()) == {"not_ready"}
         seconds = time.monotonic() - started
@@ -554,7 +554,7 @@ class FreeExchange(RemoteExchange):
         board = self._own.publish_message(message)
         assert board.ids is not None
         for row, client in enumerate(board.ids.tolist()):
-            self.post.publish(self._row_tensors(board, row), self._address_of(0, client))
+            self.post.publish(cut_row(board, row), self._address_of(0, client))
             self.found[client] = Read(self._rng.round, 0, 0.0)
         return board
 

@@ -14,8 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from coterie._util.mappings import number_items, prefix_keys
-from coterie._util.tensors import index_each
+from coterie._util.mappings import number_items
 from coterie.data.federation import Federation
 from coterie.engine.task import Task
 from coterie.errors import ConfigError
@@ -23,9 +22,9 @@ from coterie.exchange.base import Message
 from coterie.exchange.narrowed import narrow_message
 from coterie.methods.base import Method, PeerMethod, Round
 from coterie.methods.server import ServerContext, ServerMethod
-from coterie.net.exchange import MAX_REPLY, RemoteExchange
+from coterie.net.exchange import MAX_REPLY, RemoteExchange, cut_row
 from coterie.net.payload import Refused, Template
-from coterie.net.post import FIELD, Post
+from coterie.net.post import Post
 from coterie.net.roster import Roster
 from coterie.net.wire import Address
 from coterie.runtime.loop import Loop
@@ -197,7 +196,7 @@ def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
         task = wide()
         # Newcomers get what is shared alone, as peers do in a round.
         message = narrow_message(task.sharing, method.publish(task, join_states(loop, task)))
-        answers = {client: row_of(message, row) for row, client in enumerate(task.ids.tolist())}
+        answers = {client: cut_row(message, row) for row, client in enumerate(task.ids.tolist())}
     for client, tensors in answers.items():
         # Newcomers ask from round -1 on, and always get this message.
         at = Address(-1, 0, client, KIND)
@@ -208,11 +207,6 @@ def answer_newcomers(post: Post, loop: Loop, wide: Callable[[], Task]) -> bool:
             return False
         post.publish_standing(tensors, at)
     return True
-
-
-def row_of(message: Message, row: int) -> dict[str, Tensor]:
-    """Return the message of one client as the tensors of a payload."""
-    return {"params": message.params[row], **prefix_keys(FIELD, index_each(message.fields, row))}
 
 
 # ---------------------------------------------------------------- newcomers

@@ -13,6 +13,7 @@ import torch
 from coterie.errors import ExchangeError, QuorumError, TransportError
 from coterie.exchange.base import Message, PeersMissing, Reply, ReplyForm
 from coterie.net import local
+from coterie.net.exchange import make_template
 from coterie.net.outbox import Missing
 from coterie.net.payload import Template
 from coterie.net.post import RoundMissed, Terms
@@ -429,14 +430,10 @@ def test_a_request_is_for_the_server_alone(network):
     everywhere((a, b, c), serve)
     request = replace(c._address_of(0, 1), kind="request")
     assert (
-        c.post.fetch("n1", request, c._message_template(message(2), request), 1.0).reason
-        == "forbidden"
+        c.post.fetch("n1", request, make_template(message(2), request), 1.0).reason == "forbidden"
     )
     answer = replace(c._address_of(0, 1), kind="reply")
-    assert (
-        c.post.fetch("n0", answer, c._message_template(message(2), answer), 1.0).reason
-        == "forbidden"
-    )
+    assert c.post.fetch("n0", answer, make_template(message(2), answer), 1.0).reason == "forbidden"
 
 
 def test_traces_on_their_way_to_the_server_may_have_gaps_and_nothing_else(network):
