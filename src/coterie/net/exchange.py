@@ -383,9 +383,7 @@ class RemoteExchange:
                 rows[sender] = (got["table"][place], fields)
             index.append(got["index"])
         if not rows:
-            return Reply(
-                message.params[:0], torch.zeros(len(message), 0, dtype=torch.int64)
-            ).to_inbox()
+            return Reply.to_every_client(message.params[:0], len(message)).to_inbox()
         order = sorted(rows)
         table = torch.stack([rows[s][0] for s in order]).to(message.params.device)
         first, fields = rows[order[0]][1], {}

@@ -125,9 +125,9 @@ class KeyList:
         """Read what `to_tensors` made."""
         return KeyList(
             tuple(tensors["ids"].tolist()),
-            tuple(bytes(row.tolist()) for row in tensors["keys"]),
+            tuple(map(to_bytes, tensors["keys"])),
             tuple(tensors["samples"].tolist()),
-            tuple(bytes(row.tolist()) for row in tensors["signatures"]),
+            tuple(map(to_bytes, tensors["signatures"])),
         )
 
     def to_tensors(self) -> dict[str, Tensor]:

@@ -74,9 +74,10 @@ class MaskedSum:
             RoundMissed: when this node's clients are in no sum: the server went on without them,
                 too few took part, or the server relayed what would reveal a model.
         """
+        assert message.sum_only is not None
         first = self.next_number()
         self._context = SumContext(
-            self.post.roster.run, self.round, first, tuple(self.cohort), self._terms(message)
+            self.post.roster.run, self.round, first, tuple(self.cohort), message.sum_only
         )
         self._begin_clients(message, first)
         params = message.params.shape[1]
@@ -88,12 +89,7 @@ class MaskedSum:
             self._take_part(first)
         except Refused as refused:
             raise RoundMissed(f"its masked sum is refused: {refused}") from None
-        nothing = Reply(message.params[:0], torch.zeros(len(message), 0, dtype=torch.int64))
-        return shared, nothing.to_inbox()
-
-    def _terms(self, message: Message) -> Any:
-        assert message.sum_only is not None
-        return message.sum_only
+        return shared, Reply.to_every_client(message.params[:0], len(message)).to_inbox()
 
     def _begin_clients(self, message: Message, first: int) -> None:
         """Make the parts of this node's clients; one whose model does not fit sends nothing."""
@@ -211,8 +207,7 @@ class MaskedSum:
         self._note_sum(first, server.came)
         new, reply = rule(shared, make_summed(message, mean, samples))
         check_reply(reply, message.expects)
-        nothing = Reply(message.params[:0], torch.zeros(len(message), 0, dtype=torch.int64))
-        return new, nothing.to_inbox()
+        return new, Reply.to_every_client(message.params[:0], len(message)).to_inbox()
 
     def _note_sum(self, first: int, came: Sequence[int]) -> None:
         """Record whose models are in the sum, and how much of it this node's clients are."""
