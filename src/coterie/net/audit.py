@@ -14,16 +14,17 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from coterie import __version__
 from coterie._util.lines import LineFile
-from coterie._util.mappings import drop_keys, select_keys
+from coterie._util.mappings import drop_keys, index_by_name, map_values, select_keys
 from coterie.net.outbox import Missing
 from coterie.net.payload import tensor_names
-from coterie.net.roster import Roster
+from coterie.net.roster import Member, Roster
 from coterie.net.transport import Delivery
 from coterie.net.wire import SIGNATURE, Address, Parcel, canonical_json
 
@@ -303,14 +304,8 @@ class Audit:
             self._named.clear()
             if len(roster.members) <= MAX_LISTED:
                 self._unlisted = None
-                members = {}
-                for m in roster.members:
-                    members[m.name] = {
-                        "key": m.key,
-                        "subject": m.subject,
-                        "clients": list(m.clients),
-                    }
-                self._roster["members"] = members
+                members = index_by_name(roster.members)
+                self._roster["members"] = map_values(_describe_member, members)
             else:
                 self._unlisted = roster
                 keys = {m.name: m.key for m in roster.members}
@@ -325,9 +320,7 @@ class Audit:
             if roster is None or name in self._named or not roster.has_member(name):
                 return
             self._named.add(name)
-            m = roster.member(name)
-            about = {"key": m.key, "subject": m.subject, "clients": list(m.clients)}
-            self.write_event("member", peer=name, **about)
+            self.write_event("member", peer=name, **_describe_member(roster.member(name)))
 
     def record_join(self, peer: str, roster: Roster, **details: Any) -> None:
         """Write that a member was met: its key's fingerprint, and what its signed head says."""
@@ -342,11 +335,11 @@ class Audit:
         """
         if isinstance(what, Missing):
             return self.write_once(
-                "declined", {"to": asker, "reason": what.reason}, **_address_fields(address)
+                "declined", {"to": asker, "reason": what.reason}, **asdict(address)
             )
         m = json.loads(what.manifest)
         # After a restart the same address is another message, of another incarnation.
-        key = {"to": asker, "inc": m["inc"], **_address_fields(address)}
+        key = {"to": asker, "inc": m["inc"], **asdict(address)}
         return self.write_once(
             "sent", key, bytes=m["bytes"], sha256=m["sha256"], tensors=tensor_names(what.payload)
         )
@@ -361,15 +354,10 @@ class Audit:
         elif found.reason.startswith("refused:"):
             code = found.reason.removeprefix("refused:")
             self.write_once(
-                "refused",
-                {"peer": peer, "code": code},
-                text=found.text[:_TEXT],
-                **_address_fields(address),
+                "refused", {"peer": peer, "code": code}, text=found.text[:_TEXT], **asdict(address)
             )
         else:
-            self.write_once(
-                "missing", {"peer": peer, "reason": found.reason}, **_address_fields(address)
-            )
+            self.write_once("missing", {"peer": peer, "reason": found.reason}, **asdict(address))
 
     def record_rejections(
         self, round: int, refused: Iterable[tuple[int, int, str, int | None]]
@@ -431,13 +419,8 @@ class Audit:
             self._lines.close()
 
 
-def _address_fields(address: Address) -> dict[str, Any]:
-    return {
-        "round": address.round,
-        "exchange": address.exchange,
-        "client": address.client,
-        "kind": address.kind,
-    }
+def _describe_member(member: Member) -> dict[str, Any]:
+    return {"key": member.key, "subject": member.subject, "clients": list(member.clients)}
 
 
 def _sync_folder(folder: Path) -> None:

@@ -482,7 +482,6 @@ class _LogReader:
 
     def __init__(self, path: Path, rosters: Sequence[Roster]) -> None:
         self.report, self._given = Report(path), rosters
-        self._own: list[str] = []  # keys of the node, the newest first
         self._keys: dict[str, str] = {}  # keys of members, by the roster that counts
         self._life = Life()  # of the incarnation that the lines are of
         self._running = False
@@ -593,10 +592,8 @@ class _LogReader:
                 f"it is of run {report.run}; the roster that was given is of "
                 f"{', '.join(sorted({roster.run for roster in self._given}))}"
             )
-        # The newest key is the first one: a member can get another key, and older lines keep
-        # theirs.
-        if report.key not in self._own:
-            self._own.insert(0, report.key)
+        # A member can get another key, and older lines keep theirs.
+        if report.key not in report.own_keys:
             report.own_keys.append(report.key)
 
     def _on_broken(self, found: Mapping[str, Any]) -> None:
@@ -663,7 +660,7 @@ class _LogReader:
 
     def _check_own_key(self, keys: Mapping[str, str]) -> None:
         node = self.report.node
-        if node in keys and keys[node] not in self._own:
+        if node in keys and keys[node] not in self.report.own_keys:
             raise _InvalidLine(f"the roster has another key for {node} than the log")
 
     def _on_member(self, found: Mapping[str, Any]) -> None:
@@ -680,7 +677,7 @@ class _LogReader:
         if (found["run"], found["node"]) != (report.run, report.node):
             raise _InvalidLine(f"it is of {found['node']} in run {found['run']}")
         # The newest own key alone: a head is signed with the key of its time.
-        if not _is_signed_by(self._own[:1], *audit.split_signature(self._raw)):
+        if not _is_signed_by(report.own_keys[-1:], *audit.split_signature(self._raw)):
             raise _InvalidLine(f"the signature is not that of {report.node}'s key")
         if not report.heads:
             report.first_head = found["round"]

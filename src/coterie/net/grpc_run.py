@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict
 from typing import Any, Protocol, runtime_checkable
 
 from coterie.net.log import RateLimit, Sample
@@ -175,14 +176,8 @@ class GrpcRun:
             size += len(attachment) + len(chunk)
             assembler.feed(attachment, chunk)
 
-        question = {
-            "kind": at.kind,
-            "round": at.round,
-            "exchange": at.exchange,
-            "client": at.client,
-            # The peer gives up before this node does, so that its reason still arrives.
-            "wait": round(WAIT * patience, 3),
-        }
+        # The peer gives up before this node does, so that its reason still arrives.
+        question = {**asdict(at), "wait": round(WAIT * patience, 3)}
         try:
             missing = self._ask(peer, "Message", question, deadline, take, patience, begin)
             if missing is not None:
