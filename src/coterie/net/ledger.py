@@ -196,9 +196,9 @@ class Ledger:
                 self._check_room(found, known, roster, now)
                 path = self.folder / found.name / SIGNED / _PROPOSAL
             else:
-                entry = self.find_digest(found.proposal)
-                check_signer(found, None if entry is None else entry.proposal)
-                assert entry is not None  # checked
+                if (entry := self.find_digest(found.proposal)) is None:
+                    raise Refused("proposal", "it is about a study that is not known here")
+                check_signer(found, entry.proposal)
                 # What a member has said, it does not say otherwise.
                 if entry.says(found.kind, found.by):
                     return None

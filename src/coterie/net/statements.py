@@ -79,7 +79,7 @@ class Proposal:
     @property
     def digest(self) -> str:
         """The name of this statement."""
-        return digest_of(make_text("proposal", self))
+        return digest_of(make_text(self))
 
     @property
     def run(self) -> str:
@@ -110,11 +110,12 @@ class Word:
     @property
     def digest(self) -> str:
         """The name of this statement."""
-        return digest_of(make_text("word", self))
+        return digest_of(make_text(self))
 
 
-def make_text(what: str, statement: Proposal | Word) -> bytes:
+def make_text(statement: Proposal | Word) -> bytes:
     """Return the text of a statement, which is signed."""
+    what = "proposal" if isinstance(statement, Proposal) else "word"
     return canonical_json({"statement": what, **asdict(statement)})
 
 
@@ -129,8 +130,7 @@ def seal(statement: Proposal | Word, sign: Callable[[bytes], bytes]) -> bytes:
     Raises:
         ConfigError: when it is larger than what members take.
     """
-    what = "proposal" if isinstance(statement, Proposal) else "word"
-    text = make_text(what, statement)
+    text = make_text(statement)
     if len(text) + SIGNATURE > MAX_STATEMENT:
         raise ConfigError(
             f"the proposal has {len(text)} bytes; expected at most {MAX_STATEMENT - SIGNATURE}"
@@ -204,7 +204,7 @@ def _make_statement(document: dict[str, Any], text: bytes) -> Proposal | Word:
             raise Refused("statement", f"{field.name} is not of type {field.type}")
     made = kind(**document)
     try:
-        same = make_text(what, made) == text
+        same = make_text(made) == text
     except (ValueError, RecursionError):  # a number that is none; tables nested too deeply
         same = False
     # Another spelling of the same document would be another statement.
@@ -306,19 +306,15 @@ def _iterate_texts(path: str, value: Any) -> Iterator[tuple[str, str]]:
         yield path, value
 
 
-def check_signer(statement: Proposal | Word, proposal: Proposal | None) -> None:
-    """Check that a word is one that its signer may say.
+def check_signer(word: Word, proposal: Proposal) -> None:
+    """Check that a word about a proposal is one that its signer may say.
 
     Raises:
         Refused: when it is not.
     """
-    if isinstance(statement, Proposal):
-        return
-    if proposal is None or proposal.digest != statement.proposal:
-        raise Refused("proposal", "it is about a study that is not known here")
-    allowed = [proposal.by] if statement.kind == "withdrawal" else proposal.members
-    if statement.by not in allowed:
-        raise Refused("signer", f"{statement.by} has no say in it")
+    allowed = [proposal.by] if word.kind == "withdrawal" else proposal.members
+    if word.by not in allowed:
+        raise Refused("signer", f"{word.by} has no say in it")
 
 
 def name_kind(statement: Proposal | Word) -> str:

@@ -135,7 +135,7 @@ def test_a_proposal_that_is_not_well_formed_is_refused_in_one_line(federation, c
 
 def test_a_statement_with_other_fields_or_types_is_refused(federation):
     roster, (sign, _, _) = federation
-    good = json.loads(statements.make_text("proposal", proposal()))
+    good = json.loads(statements.make_text(proposal()))
     for change in (
         {"more": 1}, {"statement": "head"}, {"statement": ["proposal"]}, {"quorum": 2.0},
         {"quorum": True}, {"members": "n0"}, {"time": "now"}, {"by": ["n0"]},
@@ -189,8 +189,6 @@ def test_a_member_says_only_what_it_may(federation):
         else:
             with pytest.raises(Refused, match="has no say"):
                 statements.check_signer(said, made)
-    with pytest.raises(Refused, match="not known here"):
-        statements.check_signer(word(), made)
 
 
 def test_the_run_of_a_study_is_named_by_all_of_its_text():
