@@ -255,19 +255,12 @@ def dumps(roster: Roster) -> str:
     # JSON's texts, whole numbers and lists of these are valid TOML.
     for field in fields(Roster):
         if field.name not in ("members", "relays"):
-            value = getattr(roster, field.name)
-            lines.append(
-                f"{field.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}"
-            )
+            lines.append(f"{field.name} = {json.dumps(getattr(roster, field.name))}")
     for kind in ("members", "relays"):
         for member in getattr(roster, kind):
             lines += ["", f"[[{kind}]]"]
             for field in fields(Member):
-                value = getattr(member, field.name)
-                lines.append(
-                    f"{field.name} = "
-                    f"{json.dumps(list(value) if isinstance(value, tuple) else value)}"
-                )
+                lines.append(f"{field.name} = {json.dumps(getattr(member, field.name))}")
     return "\n".join(lines) + "\n"
 
 
