@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from coterie._util.mappings import select_prefix
 from coterie.data.federation import Federation
 from coterie.data.schema import TableSchema
 from coterie.engine import device as devices
@@ -40,6 +41,24 @@ _CONNECT = 3.0  # seconds for a connection, to say why a member does not answer
 _SEARCH, _NEAR = 10.0, 1025
 _SKEW = 30.0  # seconds of clock skew that matter: certificates have five minutes to spare
 Say = Callable[[str, bool], None]
+
+
+@dataclass
+class CheckReport:
+    """Passes the results of checks on, and notes whether all have passed.
+
+    Args:
+        say: called with each result: a sentence, and whether the check passed.
+        fine: whether all have passed so far.
+    """
+
+    say: Say
+    fine: bool = True
+
+    def __call__(self, text: str, good: bool = True) -> None:
+        """Pass a result on."""
+        self.fine &= good
+        self.say(text, good)
 
 
 @dataclass(frozen=True)
@@ -72,13 +91,7 @@ def check_node(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
     Returns:
         Whether all checks passed.
     """
-    fine = True
-
-    def report(text: str, good: bool = True) -> None:
-        nonlocal fine
-        fine &= good
-        say(text, good)
-
+    report = CheckReport(say)
     patient = check_files(file, report)
     if patient is None:
         return False
@@ -93,7 +106,7 @@ def check_node(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
         with open_visitor(patient, insecure=insecure) as node:
             for sentence, good in _check_others(node, file.network.proxy):
                 report(sentence, good)
-    return fine
+    return report.fine
 
 
 def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
@@ -269,9 +282,8 @@ def describe_head(node: Node, head: Head, skew: float, rate: float | None) -> tu
     roster = node.roster
     # Compared with what was agreed on, so that a fault of this node is none of the others'.
     study, schema = roster.study or heads.study_hash(node.settings), roster.schema or node.schema
-    tables = {k: v for k, v in head.settings.items() if k.startswith(heads.TABLE)}
-    own = {k: v for k, v in node.settings.items() if k.startswith(heads.TABLE)}
-    other_table = bool(tables and own) and tables != own
+    theirs, own = (select_prefix(heads.TABLE, one.settings) for one in (head, node))
+    other_table = bool(theirs and own) and theirs != own
     wrong = head.study != study or head.schema not in (schema, node.schema) or other_table
     speed = f"{rate / 1e6:.1f} MB/s" if rate else "rate unknown"
     text = f"{head.state} in round {head.round}, clock {skew:+.1f} s, {speed}"

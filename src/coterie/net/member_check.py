@@ -14,10 +14,9 @@ from coterie.studies.config import parse_study_text
 
 # Sources of data take the seed of a study, and nothing else of it.
 _ANY_STUDY = "seeds = [0]\n[data]\ndataset = 'digits'\n[[methods]]\nkind = 'local'"
-Say = Callable[[str, bool], None]
 
 
-def check_member(file: ServiceFile, say: Say) -> bool:
+def check_member(file: ServiceFile, say: doctor.Say) -> bool:
     """Check a member's identity, roster and data, and the members that it can dial.
 
     Args:
@@ -27,13 +26,7 @@ def check_member(file: ServiceFile, say: Say) -> bool:
     Returns:
         Whether all checks passed.
     """
-    fine = True
-
-    def report(text: str, good: bool = True) -> None:
-        nonlocal fine
-        fine &= good
-        say(text, good)
-
+    report = doctor.CheckReport(say)
     found = _check_identity(file, report)
     for role in file.data:
         _check_role(file, role, report)
@@ -42,7 +35,7 @@ def check_member(file: ServiceFile, say: Say) -> bool:
     if found is not None:
         own, roster = found
         _check_links(file, own, roster, report)
-    return fine
+    return report.fine
 
 
 def _check_identity(

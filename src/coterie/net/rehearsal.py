@@ -6,7 +6,6 @@ plain connection.
 """
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -18,7 +17,6 @@ from coterie.net.nodefile import NodeFile
 _PAUSE = 1.0  # seconds between two looks
 _STAY = 5.0  # seconds without a question after which nobody needs this node any more
 _LEAVE = 30.0  # seconds for which it stays at most
-Say = Callable[[str, bool], None]
 
 
 @dataclass
@@ -43,14 +41,12 @@ class Rehearsal:
     Args:
         node: this node, which answers and takes no part.
         say: called with each result: a sentence, and whether it is good.
-        askers: returns the members whose questions have come so far.
         proxy: see `NetworkSettings.proxy`.
         found: by member.
     """
 
     node: Node
-    say: Say
-    askers: Callable[[], frozenset[str]]
+    say: doctor.Say
     proxy: str = ""
     found: dict[str, Directions] = field(default_factory=dict)
 
@@ -64,7 +60,8 @@ class Rehearsal:
 
     def look(self) -> None:
         """Ask the members that have not answered yet, and say what is new."""
-        for name in sorted(self.askers() & self.found.keys()):
+        askers = frozenset(self.node.transport.last_questions)
+        for name in sorted(askers & self.found.keys()):
             if not self.found[name].came:
                 self.found[name].came = True
                 self.say(f"from {name}: its questions come in", True)
@@ -120,7 +117,7 @@ class Rehearsal:
         return self.is_complete
 
 
-def rehearse(file: NodeFile, say: Say, *, seconds: float, insecure: bool = False) -> bool:
+def rehearse(file: NodeFile, say: doctor.Say, *, seconds: float, insecure: bool = False) -> bool:
     """Open this node's port, and try the links to and from all members.
 
     Args:
@@ -132,13 +129,7 @@ def rehearse(file: NodeFile, say: Say, *, seconds: float, insecure: bool = False
     Returns:
         Whether everything is in order, and got through in both directions.
     """
-    fine = True
-
-    def report(text: str, good: bool = True) -> None:
-        nonlocal fine
-        fine &= good
-        say(text, good)
-
+    report = doctor.CheckReport(say)
     patient = doctor.check_files(file, report)
     if patient is None or not doctor.check_port(patient, report):
         return False
@@ -149,9 +140,7 @@ def rehearse(file: NodeFile, say: Say, *, seconds: float, insecure: bool = False
         at = "relays" if own.is_outbound else file.listen or own.address
         names = ", ".join(node.other_members[:10])
         report(f"listening at {at} for {seconds:.0f} s; the others rehearse now, too: {names}")
-        tried = Rehearsal(
-            node, report, lambda: frozenset(transport.last_questions), file.network.proxy
-        )
+        tried = Rehearsal(node, report, file.network.proxy)
         while not tried.is_complete and time.monotonic() < until:
             tried.look()
             if not tried.is_complete:
@@ -163,4 +152,4 @@ def rehearse(file: NodeFile, say: Say, *, seconds: float, insecure: bool = False
             if time.monotonic() - max(transport.last_questions.values(), default=0.0) > _STAY:
                 break
             time.sleep(0.2)  # fine enough for `_STAY`, which is seconds
-    return fine and complete
+    return report.fine and complete
