@@ -89,7 +89,7 @@ def test_an_address_in_use_is_named(honest):
     """A second node with the same address ends with one line, and the first goes on."""
     with pytest.raises(
         TransportError,
-        match=rf"cannot listen on 127.0.0.1:{honest.port}: it is in use: this node runs",
+        match=rf"cannot listen on 127.0.0.1:{honest.port}: it is taken: the node runs",
     ):
         GrpcTransport(honest.roster, "n0", honest.people[0])
 

@@ -1,6 +1,5 @@
 """Doctor: check a node before its run, and estimate the time of its rounds."""
 
-import errno
 import socket
 import statistics
 import tempfile
@@ -189,32 +188,9 @@ def check_port(patient: Patient, report: Callable[..., None]) -> bool:
         report(f"only dials out: no port is opened; on the roster: {relays}")
         return True
     address = patient.file.listen or patient.roster.member(patient.own.name).address
-    obstacle = _find_obstacle(address)
+    obstacle = identities.find_obstacle(*identities.split_address(address))
     report(f"{address} {obstacle or 'is free'}", not obstacle)
     return not obstacle
-
-
-def _find_obstacle(address: str) -> str:
-    """Return why this machine cannot listen at an address; "" when it can."""
-    host, port = identities.split_address(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As a server does it: a port of a connection that just ended counts as free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except socket.gaierror:
-            return "has a host name that is not known here: DNS"
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return "is taken: the node runs already, or another program"
-            if error.errno == errno.EADDRNOTAVAIL:
-                return (
-                    "is no address of this machine: behind a router, say in node.toml where it "
-                    f'listens, such as listen = "0.0.0.0:{port}"'
-                )
-            return f"cannot be opened: {error.strerror}"
-    return ""
 
 
 @contextmanager

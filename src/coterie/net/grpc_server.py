@@ -201,7 +201,8 @@ class GrpcServer:
 
     async def _listen(
         self,
-        address: str,
+        host: str,
+        port: int,
         handlers: Mapping[str, tuple[Handler, dict[str, type]]],
         *,
         calls: int = CALLS,
@@ -210,7 +211,8 @@ class GrpcServer:
         """Listen at an address; return the port.
 
         Args:
-            address: host:port, with port 0 for any.
+            host: at which to listen.
+            port: the port; 0 for any.
             handlers: what answers a call, and the fields of its question besides the run, by name.
             calls: that one member may have open.
             window: bytes of a call that are taken before it is read.
@@ -242,7 +244,7 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, made),)
         )
-        host, _, port = address.rpartition(":")
+        address = identities.join_address(host, port)
         try:
             if (own := self._identity) is None:
                 found = self._server.add_insecure_port(address)
@@ -252,7 +254,9 @@ class GrpcServer:
                     address, grpc.ssl_server_credentials([(key, certificate)], ca, True)
                 )
         except RuntimeError as error:
-            raise TransportError(_explain_bind(host.strip("[]"), int(port), error)) from None
+            obstacle = identities.find_obstacle(host, port)
+            why = f"it {obstacle}" if obstacle else escape_text(error)
+            raise TransportError(f"cannot listen on {address}: {why}") from None
         await self._server.start()
         self._port = found
         self._silence = asyncio.create_task(self._close_silent_connections())
@@ -525,22 +529,3 @@ def read_error(error: grpc.aio.AioRpcError) -> Missing:
                 return Missing(code, round if fits else None)
     reason = _STATUS.get(error.code(), "unreachable")
     return Missing(reason, None, f"{error.code().name}: {escape_text(details)}")
-
-
-def _explain_bind(host: str, port: int, error: Exception) -> str:
-    """Say why this node cannot listen."""
-    import errno
-    import socket
-
-    why = escape_text(error)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # As a server does it: a port of a connection that just ended counts as free.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as found:
-            why = str(found.strerror)
-            if found.errno == errno.EADDRINUSE:
-                why = "it is in use: this node runs already, or another program does"
-    return f"cannot listen on {host}:{port}: {why}"

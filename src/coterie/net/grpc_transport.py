@@ -221,7 +221,8 @@ class GrpcTransport(GrpcRun, GrpcServer):
     async def _open(self) -> None:
         host, port = ("127.0.0.1", 0) if self._is_outbound else split_address(self._address)
         found = await self._listen(
-            f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            host,
+            port,
             {
                 "Message": (self._answer_message, _MESSAGE),
                 "Head": (self._answer_head, {"nonce": str}),

@@ -6,6 +6,7 @@ address as alternative name. The same key signs the member's messages. All keys 
 private keys are files that only their owner can read.
 """
 
+import errno
 import hashlib
 import ipaddress
 import math
@@ -100,7 +101,34 @@ def check_address(address: str) -> str:
             "it; give the one at which the others reach this member, and `listen` in node.toml to "
             "listen on all"
         )
+    return join_address(host, port)
+
+
+def join_address(host: str, port: int) -> str:
+    """Return "host:port" of the result of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def find_obstacle(host: str, port: int) -> str:
+    """Return why this machine cannot listen at an address; "" when it can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As a server does it: a port of a connection that just ended counts as free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except socket.gaierror:
+            return "has a host name that is not known here: DNS"
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return "is taken: the node runs already, or another program"
+            if error.errno == errno.EADDRNOTAVAIL:
+                return (
+                    "is no address of this machine: behind a router, say in node.toml where it "
+                    f'listens, such as listen = "0.0.0.0:{port}"'
+                )
+            return f"cannot be opened: {error.strerror}"
+    return ""
 
 
 def _is_ip(host: str) -> bool:

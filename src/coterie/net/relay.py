@@ -123,14 +123,13 @@ class Relay(GrpcServer):
         at = next((one.address for one in roster.relays if one.name == name), "")
         if not at:
             raise TransportError(f"the roster names no relay {name}")
-        host, port = split_address(listen or at)
         try:
-            self._run(self._start(f"[{host}]:{port}" if ":" in host else f"{host}:{port}"))
+            self._run(self._start(*split_address(listen or at)))
         except BaseException:
             self._logger.shutdown()
             raise
 
-    async def _start(self, address: str) -> None:
+    async def _start(self, host: str, port: int) -> None:
         # A member may answer as many calls as the others open to it.
         calls = self._most + _OF_A_PAIR * len(self.roster.members) + 8
         handlers = {
@@ -138,7 +137,7 @@ class Relay(GrpcServer):
             "Accept": (self.switchboard.answer_accept, {"tunnel": str}),
             "Tunnel": (self._answer_tunnel, {"to": str, "wait": float}),
         }
-        await self._listen(address, handlers, calls=calls, window=WINDOW)
+        await self._listen(host, port, handlers, calls=calls, window=WINDOW)
 
     def __enter__(self) -> "Relay":
         return self

@@ -139,7 +139,7 @@ def test_an_address_that_is_not_this_machines_is_taken_by_nobody_here(tmp_path, 
     assert "is no address of this machine" in said
     assert f'listen = "0.0.0.0:{port}"' in said
     assert "taken" not in said
-    assert doctor._find_obstacle(f"0.0.0.0:{port}") == ""
+    assert identity.find_obstacle("0.0.0.0", port) == ""
 
 
 def test_why_this_machine_cannot_listen_is_told_apart(port, monkeypatch):
@@ -154,7 +154,7 @@ def test_why_this_machine_cannot_listen_is_told_apart(port, monkeypatch):
             raise error
 
         monkeypatch.setattr(socket.socket, "bind", fail)
-        assert said in doctor._find_obstacle(f"north.example.org:{port}")
+        assert said in identity.find_obstacle("north.example.org", port)
 
 
 def test_a_key_that_others_can_read_and_a_roster_that_was_changed_are_found(tmp_path, port):
