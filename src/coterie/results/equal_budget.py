@@ -265,8 +265,8 @@ def compute_bytes_per_client(run: StoredRun) -> Float[np.ndarray, " rounds"]:
 
     They are means over clients, accumulated over rounds.
     """
-    received, sent = count_traffic(run.metrics, run.edges, max(1, run.num_rounds))
-    return np.cumsum(received + sent) / len(run.client_clusters)
+    received, sent = count_traffic(run.metrics, run.counted_edges, max(1, run.num_rounds))
+    return np.cumsum(received + sent) / run.num_counted
 
 
 def _pivot_metric(run: StoredRun, split: str, metric: str) -> pd.DataFrame:

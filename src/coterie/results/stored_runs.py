@@ -115,6 +115,22 @@ class StoredRun:
         last = self.metrics.drop_duplicates("client", keep="last")
         return pd.Series(last["cluster"].to_numpy(), index=last["client"].to_numpy()).sort_index()
 
+    @cached_property
+    def num_counted(self) -> int:
+        """The number of clients that a cost per client is a mean over: in rounds, with results.
+
+        Attackers have no results, and clients that joined at the end were in no round.
+        """
+        in_rounds = (self.metrics["split"] != newcomers.SPLIT).to_numpy()
+        # Of a node that joined late nobody was in a round, and nothing is counted.
+        return max(1, self.metrics.loc[in_rounds, "client"].nunique())
+
+    @cached_property
+    def counted_edges(self) -> pd.DataFrame:
+        """The edges of these clients: attackers read too."""
+        known = np.isin(self.edges["reader"].to_numpy(), self.client_clusters.index.to_numpy())
+        return self.edges if known.all() else self.edges.loc[known]
+
     @property
     def known_clusters(self) -> set[int]:
         """The planted clusters that occur, without the unknown one."""

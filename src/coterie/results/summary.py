@@ -210,10 +210,11 @@ def compare_methods(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list
 
 
 def join_clusters(runs: Sequence[StoredRun]) -> dict[int, pd.Series]:
-    """Return the planted cluster of each client, by seed."""
+    """Return the planted cluster of each client with a result, by seed."""
     planted: dict[int, pd.Series] = {}
     for run in runs:
-        clusters = run.client_clusters
+        # Clients that joined at the end are in no mean: a cluster of them alone is none here.
+        clusters = run.client_clusters.reindex(np.unique(run.final_rows["client"].to_numpy()))
         # Methods of one seed may have tables of different clients: join them.
         if run.seed in planted:
             clusters = clusters.combine_first(planted[run.seed])
@@ -324,7 +325,7 @@ def compute_mean_rounds(runs: Sequence[StoredRun]) -> float:
     Fewer than all rounds where clients stop early, or some of them act in a round.
     """
     total = sum(count_client_rounds(run.metrics) for run in runs)
-    return total / sum(len(run.client_clusters) for run in runs)
+    return total / sum(run.num_counted for run in runs)
 
 
 def list_participation(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
@@ -348,8 +349,8 @@ def compute_spending(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
         per_client, trained, known = [], [], []
         for run in group:
             # At least one round: a run may have measured only the warm-up.
-            received, sent = count_traffic(run.metrics, run.edges, max(1, run.num_rounds))
-            per_client.append((received.sum() + sent.sum()) / len(run.client_clusters))
+            received, sent = count_traffic(run.metrics, run.counted_edges, max(1, run.num_rounds))
+            per_client.append((received.sum() + sent.sum()) / run.num_counted)
             trained.append(count_client_rounds(run.metrics))
             ends = run.elapsed_seconds
             if ends is not None:

@@ -432,6 +432,32 @@ def test_cost_is_per_client_and_cumulative(write_run, tmp_path):
     assert (cost["train_samples"], cost["wall_s"]) == (480.0, 2.0)
 
 
+def test_cost_is_of_the_clients_in_rounds_and_not_of_attackers(write_run, tmp_path, listed):
+    """As above with a client that joined at the end, and an attacker; samples are those of all together."""
+    metrics = [
+        (r, c, 0, "validation", "current", "loss", 4.0 - r - c) for r in (0, 1) for c in (0, 1)
+    ]
+    metrics += [(r, c, 0, "train", "current", "passes", 10.0) for r in (0, 1) for c in (0, 1)]
+    metrics += [(1, 2, 0, "new_clients", "joined", "loss", 1.0)]
+    edges = [(0, 0, 1, "mix", 0.5, 100), (1, 0, 1, "mix", 0.5, 300), (1, 1, 0, "missing", 0.0, 0)]
+    theirs = [(0, 3, 0, "mix", 0.5, 900), (1, 3, 0, "missing", 0.0, 0)]
+    found = {}
+    for study, more in (("new", []), ("attacked", theirs)):
+        folder = tmp_path / study / "A" / "seed-0"
+        write_run(folder, kind="dac", label="A", seed=0, metrics=metrics, edges=edges + more)
+        if more:
+            config = folder / "config.toml"
+            attack = '[[attacks]]\nkind = "copy"\nclients = 1\n\n[data]'
+            config.write_text(config.read_text("utf-8").replace("[data]", attack), "utf-8")
+            listed(folder)
+        (found[study],) = build_payload(*load_runs([tmp_path / study]))["cost"]
+    for cost in found.values():
+        assert (cost["bytes"], cost["reads"], cost["missing"]) == (200.0, 1.0, 0.5)
+        assert (cost["counted"]["passes"], cost["spent"]) == (20.0, [50.0, 200.0])
+    assert found["new"]["train_samples"] == 480.0
+    assert found["attacked"]["train_samples"] is None
+
+
 def test_labels_that_a_method_found_are_compared_with_the_truth(write_run, tmp_path):
     """In round 0 all four clients share a label (index 0); in round 1 the labels are the clusters under other names."""
     found = {0: [3, 3, 3, 3], 1: [5, 5, 2, 2]}

@@ -169,6 +169,39 @@ def test_a_cluster_that_a_seed_does_not_have_is_averaged_over_the_others(
     ]
 
 
+@pytest.fixture
+def joined_study(tmp_path, write_run, final_rows):
+    """Clients 0 and 1 are in the rounds, 2 alone of its cluster joins at the end, and 3 is an attacker."""
+    for label, values in (("A", [0.5, 0.7]), ("B", [0.4, 0.4])):
+        for seed in (0, 1):
+            rows = [(0, c, 0, "train", "current", "bytes_up", 40.0) for c in (0, 1)]
+            rows += final_rows([value + 0.1 * seed * (label == "A") for value in values], [0, 0])
+            rows += [(1, 2, 1, "new_clients", "joined", "accuracy", 0.9)]
+            edges = [(0, 0, 1, "mix", 0.5, 100), (1, 0, 3, "mix", 0.5, 300)]
+            edges += [(1, 1, 0, "missing", 0.0, 0), (0, 3, 0, "mix", 0.5, 1000)]
+            write_run(
+                tmp_path / "s" / label / f"seed-{seed}",
+                kind="dac", label=label, seed=seed, metrics=rows, edges=edges,
+            )  # fmt: skip
+    return tmp_path / "s"
+
+
+def test_bytes_of_a_client_are_of_those_that_were_in_rounds_and_have_results(joined_study):
+    """They received 100 + 300 and sent 2 x 40: 240 each, whatever the attacker read."""
+    spent = summary.summarize_study(joined_study)["spent"]
+    assert [(row["label"], row["bytes"]) for row in spent] == [("A", 240.0), ("B", 240.0)]
+
+
+def test_a_cluster_of_clients_that_joined_at_the_end_is_none_of_the_compared(joined_study):
+    """Means over clusters are those of cluster 0: 0.6 and 0.7 under A, 0.4 under B."""
+    found = summary.summarize_study(joined_study)
+    means = [row["mean"] for row in found["rows"] if row["cluster"] == "clusters"]
+    assert means == pytest.approx([0.65, 0.4])
+    (pair,) = [one for one in found["pairs"] if one["cluster"] == "clusters"]
+    assert (pair["method_a"], pair["difference"]) == ("A", pytest.approx(0.25))
+    assert {one["cluster"] for one in found["pairs"]} == {"0", "all", "clusters"}
+
+
 def test_clusters_with_a_name_that_means_something_else_are_told_by_number(small):
     """One is called "all", as the mean over clients is: .65 in it, and .6375 over all."""
     (small / "federation.json").write_text('{"clusters": ["all", "north"]}')

@@ -22,6 +22,8 @@ from coterie.methods.random_gossip import Random
 from coterie.methods.sosicfl import SimplexMethod
 from coterie.papers.dac import PublishedDac
 from coterie.results import traffic
+from coterie.results.equal_budget import compute_bytes_per_client
+from coterie.results.stored_runs import StoredRun
 from coterie.runtime.task import make_task
 from coterie.simulation.run import simulate
 from coterie.testing import tiny_federation, tiny_settings
@@ -152,6 +154,23 @@ def test_what_is_predicted_is_what_is_counted(method, init):
         expected = method.cost(setting, round)
         for name, value in found.items():
             assert value / 6 == pytest.approx(getattr(expected, name)), f"{name} in round {round}"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"new_clients": [4, 5], "new_client_rounds": 1},
+        {"attacks": [{"kind": "noise", "clients": [0, 5]}]},
+    ],
+    ids=["new clients", "attackers"],
+)
+def test_a_client_receives_as_much_whoever_joins_or_attacks(tmp_path, changes):
+    """Each reads two models a round, of 15 numbers and one for the samples behind them."""
+    settings = tiny_settings(rounds=2, **changes)
+    run = simulate(tiny_federation(), Random(num_peers=2), model="linear", settings=settings)
+    stored = StoredRun(tmp_path, {}, {}, run.metrics, run.edges)
+    received = 2 * (15 + 1) * 8
+    assert compute_bytes_per_client(stored).tolist() == [received, 2 * received]
 
 
 def headed() -> nn.Module:

@@ -61,17 +61,21 @@ def _compute_method_cost(runs: Sequence[StoredRun], metric: str) -> dict[str, An
 
 def _compute_run_cost(run: StoredRun) -> dict[str, float]:
     """Compute the cost of one run: of its clients together the duration, the rest per client."""
-    clients = len(run.client_clusters)
-    received, sent = count_traffic(run.metrics, run.edges, run.num_rounds)
-    missing = int(np.count_nonzero(run.edges["purpose"] == "missing"))
+    clients, edges = run.num_counted, run.counted_edges
+    received, sent = count_traffic(run.metrics, edges, run.num_rounds)
+    missing = int(np.count_nonzero(edges["purpose"] == "missing"))
     timing = run.provenance.get("timing") or {}
+    trained = timing.get("train_samples", np.nan)
+    # The samples are those of all clients together, with those of attackers, which do not count.
+    if run.config.get("attacks") or run.method_settings.get("attacks"):
+        trained = np.nan
     return {
         "received": received.sum() / clients,
         "sent": sent.sum() / clients,
-        "reads": (len(run.edges) - missing) / clients,
+        "reads": (len(edges) - missing) / clients,
         "missing": missing / clients,
-        # NaN for runs of older versions, which did not record it.
-        "train_samples": timing.get("train_samples", np.nan) / clients,
+        # NaN too for runs of older versions, which did not record it.
+        "train_samples": trained / clients,
         "wall_s": timing.get("wall_s", np.nan),
     }
 
@@ -84,5 +88,5 @@ def _mean_counted_total(runs: Sequence[StoredRun], name: str) -> float | None:
         # None instead of 0: this method does not report the count.
         if not len(rows):
             return None
-        totals.append(float(rows.sum()) / len(run.client_clusters))
+        totals.append(float(rows.sum()) / run.num_counted)
     return float(np.mean(totals))
