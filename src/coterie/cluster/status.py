@@ -10,7 +10,7 @@ from typing import Literal
 from coterie._util.claims import find_owner
 from coterie.cluster import slurm, turns
 from coterie.results.coverage import format_seed_ranges
-from coterie.studies.run import Job, load_failure, run_folder
+from coterie.studies.run import Job, list_jobs, load_failure, run_folder
 from coterie.studies.sweep import load_plan
 
 State = Literal["done", "running", "queued", "failed", "damaged", "stopped", "waiting"]
@@ -49,7 +49,7 @@ def load_statuses(folder: str | Path) -> list[JobStatus]:
     # Jobs are submitted for a whole plan: those of a point lie in the folder of its sweep.
     handed_in = slurm.load_job_states(plan.folder.parent) | slurm.load_job_states(plan.folder)
     found = []
-    for job in plan.list_jobs():
+    for job in list_jobs(plan.points):
         run = run_folder(plan.folder, job)
         stood = known.get(job)
         word, why = handed_in.get(run, ("", ""))

@@ -47,6 +47,7 @@ from coterie.errors import (
 from coterie.models.layout import ModelSource, is_bundled
 from coterie.results import gains, selection, stored_runs, summary
 from coterie.results.coverage import RunStatus
+from coterie.results.stored_runs import CONFIG
 from coterie.runtime import checkpoint, models
 from coterie.runtime.final_metrics import list_diverged_clients
 from coterie.runtime.loop import Loop
@@ -67,7 +68,7 @@ from coterie.studies.describe import describe_federation
 from coterie.studies.inputs import FederationSource, StudyInputs, TrialData
 from coterie.studies.jobs import FoundRuns, FoundTable, Job
 from coterie.studies.notebook import watch_in_notebook
-from coterie.studies.store import CONFIG, OWN_CODE, RunStore, compute_own_code, take_run
+from coterie.studies.store import OWN_CODE, RunStore, compute_own_code, take_run
 
 # Hidden, so that a folder with it alone counts as one without a run.
 FAILURE_FILE = ".failure.txt"
@@ -117,7 +118,7 @@ class Study(Described):
         return pd.DataFrame(self.summary["rows"], columns=columns)
 
     def gains(self) -> dict[str, Any]:
-        """Return what each client gained by collaboration; see `summary.compute_study_gains`."""
+        """Return what each client gained by collaboration; see `gains.compute_study_gains`."""
         return gains.compute_study_gains(self.folder)
 
 
@@ -201,13 +202,6 @@ class _PlanWork:
     def relocate(self, folder: Path) -> "_PlanWork":
         """Return the same work in another folder, on another machine; its jobs carry their data."""
         return replace(self, folder=folder, inputs=self.inputs.without_data())
-
-    def list_jobs(self) -> list[Job]:
-        """Return every run of the plan, point by point, and seed by seed."""
-        jobs = []
-        for point, study in self.studies.items():
-            jobs += list_jobs(study, point)
-        return jobs
 
     def make_federation(self, job: Job) -> Federation:
         """Return the data of a job."""
@@ -424,7 +418,7 @@ def run_studies(
         notify_observers(table)
     # Who observes shows progress; else a notebook does.
     silent = observer is None and notes is None
-    with watch_in_notebook(len(plan.list_jobs())) if silent else nullcontext() as bar:
+    with watch_in_notebook(len(list_jobs(studies))) if silent else nullcontext() as bar:
 
         def notify(message: object) -> None:
             notify_observers(message)
@@ -440,7 +434,7 @@ def _do_runs(
     overwrite: bool, over: FanOut | None,
 ) -> None:  # fmt: skip
     """Take the equal runs of other studies, and do the runs that are left."""
-    folder, jobs = plan.folder, plan.list_jobs()
+    folder, jobs = plan.folder, list_jobs(plan.studies)
     left = [job for job in jobs if not _is_complete(run_folder(folder, job))]
     for job in jobs:
         if job not in left and _has_lost_models(run_folder(folder, job)):
@@ -474,9 +468,8 @@ def _do_runs(
 
 def _finish_study(study: StudyConfig, folder: Path) -> Study:
     """Write the summary of a study; it names the runs that other processes still compute."""
-    jobs = list_jobs(study)
     elsewhere = {}
-    for job in jobs:
+    for job in list_jobs({"": study}):
         if owner := find_owner(run_folder(folder, job)):
             elsewhere[job] = owner
     if study.trials_of:  # there are no test results to reduce
@@ -694,7 +687,7 @@ def list_standings(study: StudyConfig, folder: Path) -> list[RunStatus]:
     if not study.trials_of and stored_runs.has_runs(folder):
         return selection.list_run_statuses(*stored_runs.load_runs([folder]), folder)
     stands = []
-    for job in list_jobs(study):
+    for job in list_jobs({"": study}):
         run = run_folder(folder, job)
         state = "unfinished" if checkpoint.has_run(run) else "missing"
         # Trials have no results to read.
@@ -702,13 +695,18 @@ def list_standings(study: StudyConfig, folder: Path) -> list[RunStatus]:
     return stands
 
 
-def list_jobs(study: StudyConfig, point: str = "") -> list[Job]:
-    """Return the runs of a study, seed by seed."""
+def list_jobs(studies: Mapping[str, StudyConfig]) -> list[Job]:
+    """Return every run of a plan, point by point, and seed by seed.
+
+    Args:
+        studies: the study of each point; of "" where the plan is one study.
+    """
     # Seed by seed, since a process keeps the data of one seed alone.
     jobs = []
-    for seed in study.seeds:
-        for entry in study.methods:
-            jobs.append(Job(entry.label, seed, point))
+    for point, study in studies.items():
+        for seed in study.seeds:
+            for entry in study.methods:
+                jobs.append(Job(entry.label, seed, point))
     return jobs
 
 

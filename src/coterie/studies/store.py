@@ -21,11 +21,11 @@ from coterie._util.importing import MAIN, compute_definition_digest, compute_mod
 from coterie._util.mappings import drop_empty
 from coterie.errors import ConfigError
 from coterie.methods.registry import METHODS
+from coterie.results.stored_runs import CONFIG
 from coterie.runtime import checkpoint
 from coterie.studies import config
 from coterie.studies.definition import OWN, StudyConfig
 
-CONFIG = "config.toml"
 OWN_CODE = "own-code.json"
 """The digests of the code of import paths that a run was made with; runs without any lack it."""
 # Settings that change results by rounding alone, which makes other bytes.

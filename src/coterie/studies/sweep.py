@@ -32,9 +32,7 @@ from coterie.studies.run import (
     CONFIG,
     FoundRuns,
     FoundTable,
-    Job,
     Study,
-    list_jobs,
     list_standings,
     load_stored_study,
     load_study_results,
@@ -229,13 +227,6 @@ class Plan:
     folder: Path
     study: StudyConfig
     points: Mapping[str, StudyConfig]
-
-    def list_jobs(self) -> list[Job]:
-        """Return every run, point by point, and seed by seed."""
-        jobs = []
-        for point, study in self.points.items():
-            jobs += list_jobs(study, point)
-        return jobs
 
     def list_standings(self) -> dict[str, list[RunStatus]]:
         """Return how each run stands, by point; every file of them is read."""

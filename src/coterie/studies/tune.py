@@ -241,9 +241,10 @@ def tune_study(
                     trained[label] = own_passes[number]
             for label, rounds in trained.items():
                 planned.add_points(label, points[label], rounds)
-            jobs = list_jobs(planned.make_study())
+            plan = {"": planned.make_study()}
+            jobs = list_jobs(plan)
             run_studies(
-                {"": planned.make_study()}, home / planned.name, out=home, workers=workers,
+                plan, home / planned.name, out=home, workers=workers,
                 files={TUNING: json.dumps(request, indent=1)}, federation=inputs.without_tests(),
                 model=inputs.model_source, finished=add_trial, over=over,
                 # Later passes would count the trials of this call.

@@ -6,7 +6,9 @@ import pytest
 
 from coterie.cluster import status
 from coterie.cluster.status import JobStatus, format_statuses, load_statuses
+from coterie.methods import METHODS
 from coterie.results.selection import RunStatus
+from coterie.studies.definition import make_study
 from coterie.studies.run import FAILURE_FILE, Job, run_folder
 
 JOB = Job("DAC", 3)
@@ -22,8 +24,9 @@ def stand(monkeypatch, tmp_path):
         if failure:
             (folder / FAILURE_FILE).write_text(failure)
         standings = {"": [RunStatus("DAC", 3, *stored)]} if stored else {}
+        study = make_study({JOB.label: METHODS["dac"]()}, seeds=[JOB.seed])
         plan = SimpleNamespace(
-            folder=tmp_path, list_jobs=lambda: [JOB], list_standings=lambda: standings
+            folder=tmp_path, points={"": study}, list_standings=lambda: standings
         )
         monkeypatch.setattr(status, "load_plan", lambda given: plan)
         # Jobs of a point lie in the folder of its sweep; those of this study win.
