@@ -55,6 +55,24 @@ def select_prefix(prefix: str, mapping: Mapping[str, _Value]) -> dict[str, _Valu
     return found
 
 
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted path; items of a list of tables by number.
+
+    Example:
+        >>> flatten({"data": {"shift": [{"kind": "iid"}]}, "seeds": [0, 1]})
+        {'data.shift.0.kind': 'iid', 'seeds': [0, 1]}
+    """
+    found = {}
+    for key, value in table.items():
+        if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+            value = prefix_keys("", dict(enumerate(value)))
+        if isinstance(value, Mapping):
+            found |= flatten(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
 def number_items(items: Iterable[_Key]) -> dict[_Key, int]:
     """Return the place of each item, from 0; of equal items the last one's."""
     return {item: place for place, item in enumerate(items)}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from coterie._util import extras
+from coterie._util.mappings import flatten, map_values
 from coterie._util.names import format_clients
 from coterie.errors import ConfigError, DataError
 from coterie.functional.metrics import DIVERGED, LOSS, Metric, metrics_to_store
@@ -199,7 +200,7 @@ def export_runs(runs: Sequence[StoredRun], open_writer: Opener) -> int:
         for name in metrics_to_store(run.known_metrics.values()):
             declared[name] = describe_metric(run.known_metrics[name])
         config = {**run.config, "metrics": declared} if declared else run.config
-        settings = dict(_iterate_flat_settings(config))
+        settings = map_values(_to_scalar, flatten(config))
         if run.client_names:
             settings["client_names"] = format_clients(run.client_names, run.client_names, 50)
         writer = open_writer(_name_run(run), settings)
@@ -253,14 +254,5 @@ def _iterate_round_means(run: StoredRun) -> Iterator[tuple[int, dict[str, float]
         yield index, {name: total / count for name, (total, count) in sums[index].items()}
 
 
-def _iterate_flat_settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield settings by dotted path."""
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _iterate_flat_settings(inner, f"{path}.{key}" if path else str(key))
-    # Lists of tables (methods, shifts) get their place as a part of the path.
-    elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-        for place, inner in enumerate(value):
-            yield from _iterate_flat_settings(inner, f"{path}.{place}")
-    else:
-        yield path, value if isinstance(value, (int, float, str, bool)) else str(value)
+def _to_scalar(value: Any) -> int | float | str:
+    return value if isinstance(value, int | float | str) else str(value)

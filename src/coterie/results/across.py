@@ -1,11 +1,11 @@
 """Compare the methods of one study with those of another, paired by seed and client."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
-from coterie._util.mappings import drop_keys
+from coterie._util.mappings import drop_keys, flatten
 from coterie.functional.metrics import Metric
 from coterie.results import pairs
 from coterie.results.pairs import Pair
@@ -21,6 +21,8 @@ from coterie.results.summary import compare_methods
 
 # Settings of how results are stored and made, which do not change them.
 _NO_DIFFERENCE = ("checkpoint_seconds", "check", "record_similarities", "block", "cuda_graphs")
+# Names, seeds and methods, which are compared apart from the settings.
+_OF_STUDIES = ("name", "description", "paper", "seeds", "methods")
 _MOST_DIFFERENCES = 3  # settings that a name or a note lists; more are counted
 
 _Difference = tuple[str, Any, Any]  # the path of a setting, and its values in two studies
@@ -238,27 +240,12 @@ def _list_differences(
     a: Mapping[str, Any], b: Mapping[str, Any], ignored: Sequence[str]
 ) -> list[_Difference]:
     """Return the settings outside the methods in which two runs differ, with both values."""
-    first, second = dict(_iterate_settings("", a)), dict(_iterate_settings("", b))
+    first, second = (flatten(drop_keys(one, _OF_STUDIES)) for one in (a, b))
     out = []
     for key in {**first, **second}:
         if key not in ignored and first.get(key) != second.get(key):
             out.append((key, first.get(key), second.get(key)))
     return out
-
-
-def _iterate_settings(prefix: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each setting of a run by its dotted path, but for names, seeds and methods."""
-    for key, value in table.items():
-        path = f"{prefix}{key}"
-        if path in ("name", "description", "paper", "seeds", "methods"):
-            continue
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            # by number, as in --set: data.shift.0.concentration_per_class
-            value = {str(place): item for place, item in enumerate(value)}
-        if isinstance(value, dict):
-            yield from _iterate_settings(f"{path}.", value)
-        else:
-            yield path, value
 
 
 def _name_studies(
