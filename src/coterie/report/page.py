@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from coterie._util.facts import format_range
 from coterie._util.files import check_replaceable, prepare_file, write_atomically
 from coterie._util.mappings import drop_empty, drop_keys
 from coterie._util.names import format_clients, shorten_clients
@@ -220,15 +221,22 @@ def render_overview(data: Mapping[str, Any], runs: Sequence[StoredRun]) -> str:
 
 def render_phase_table(rows: Sequence[Mapping[str, Any]], metric: Metric) -> str:
     """Render the phases of each method, where the data change over the rounds."""
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in by_phase.HEAD)
     body = []
     for label, *cells in by_phase.build_phase_rows(rows, metric):
         values = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
         body.append(f'<tr><th scope="row">{escape(label)}</th>{values}</tr>')
-    caption = escape(by_phase.describe_columns(metric))
+    return render_table("results", by_phase.describe_columns(metric), by_phase.HEAD, body)
+
+
+def render_table(
+    css: str, caption: str, heads: Sequence[str], rows: Sequence[str], metric: str = ""
+) -> str:
+    """Render a table of a metric, if it is of one; the heads and the rows are HTML already."""
+    about = f' data-metric="{escape(metric)}"' if metric else ""
+    head = "".join(f'<th scope="col">{one}</th>' for one in heads)
     return (
-        f'<div class="scroll"><table class="results"><caption>{caption}</caption>'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+        f'<div class="scroll"><table class="{css}"{about}><caption>{escape(caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
@@ -251,16 +259,13 @@ def render_client_table(data: Mapping[str, Any], runs: Sequence[StoredRun], metr
             shown = mean if math.isfinite(mean) else None
             cells.append(render_cell(shown, metric.format_value(shown)))
         body.append(f'<tr><th scope="row">{escape(label)}</th>{"".join(cells)}</tr>')
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in called.values())
     caption = (
         f"{metric.heading('test')} of each client, mean over seeds; a dash where a model diverged, "
         "or where it is not defined in any."
     )
-    caption = escape(caption[0].upper() + caption[1:])
-    return (
-        f'<div class="scroll"><table class="results by-client"><caption>{caption}</caption>'
-        f'<thead><tr><th scope="col">Method</th>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
+    caption = caption[0].upper() + caption[1:]
+    return render_table(
+        "results by-client", caption, ["Method", *map(escape, called.values())], body
     )
 
 
@@ -344,9 +349,8 @@ def _describe_clusters(clusters: Sequence[Mapping[str, Any]]) -> str:
     if len(clusters) <= MOST_CLUSTERS:
         return ", ".join(map(_describe_cluster, clusters))
     sizes = [cluster["size"] for cluster in clusters]
-    low, high = min(sizes), max(sizes)
-    span = f"{low}" if low == high else f"{low} to {high}"
-    return f"{len(clusters)}, each of {span} client{'s' if high != 1 else ''}"
+    plural = "s" * (max(sizes) != 1)
+    return f"{len(clusters)}, each of {format_range(sizes)} client{plural}"
 
 
 def _describe_cluster(cluster: Mapping[str, Any]) -> str:
@@ -422,7 +426,7 @@ def render_result_table(data: Mapping[str, Any], metric: Metric) -> str:
             rows.append(row)
     columns = list(dict.fromkeys(row["cluster"] for row in rows))
     names = {"all": "whole run"} if whole else MEANS
-    head = "".join(f'<th scope="col">{escape(names.get(c) or c)}</th>' for c in columns)
+    heads = ["Method", "n", *(escape(names.get(c) or c) for c in columns)]
     # A column without pairs, as of a single method, has no leaders.
     leading: dict[str, list[str]] = {column: [] for column in columns}
     standing = ""
@@ -443,13 +447,8 @@ def render_result_table(data: Mapping[str, Any], metric: Metric) -> str:
             line.append(_render_mean(cells.get(column), metric, leading[column], seeds))
         body.append(f'<tr data-label="{escape(label)}">{"".join(line)}</tr>')
     caption = _describe_result_table(metric, [leading[column] for column in columns], rows)
-    return (
-        f'<div class="scroll"><table class="results" data-metric="{escape(metric.name)}">'
-        f"<caption>{escape(caption)}</caption>"
-        f'<thead><tr><th scope="col">Method</th><th scope="col">n</th>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-        + (f'<p class="standing">{escape(standing)}</p>' if standing else "")
-    )
+    table = render_table("results", caption, heads, body, metric.name)
+    return table + (f'<p class="standing">{escape(standing)}</p>' if standing else "")
 
 
 def _render_mean(
@@ -520,14 +519,8 @@ def render_gain_table(data: Mapping[str, Any], metric: Metric) -> str:
         "confidence). In color mean gains and losses that are established, corrected for the "
         "number of methods; the worst clients of many are below 0 by chance too."
     )
-    return (
-        f'<div class="scroll"><table class="gains" data-metric="{escape(metric.name)}">'
-        f"<caption>{escape(caption)}</caption>"
-        '<thead><tr><th scope="col">Method</th><th scope="col">n</th><th scope="col">mean gain</th>'
-        '<th scope="col">worst tenth of clients</th>'
-        '<th scope="col">clients that lost, %</th></tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
+    heads = ("Method", "n", "mean gain", "worst tenth of clients", "clients that lost, %")
+    return render_table("gains", caption, heads, body, metric.name)
 
 
 def _render_gain(row: Mapping[str, Any], name: str, metric: Metric) -> str:

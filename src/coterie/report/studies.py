@@ -14,7 +14,14 @@ from urllib.parse import quote
 from coterie._util.files import check_replaceable, prepare_file, resolve_path, write_atomically
 from coterie.errors import DataError
 from coterie.functional.metrics import Metric
-from coterie.report.page import BEGINNING, fill_template, load_asset, render_cell, render_notes
+from coterie.report.page import (
+    BEGINNING,
+    fill_template,
+    load_asset,
+    render_cell,
+    render_notes,
+    render_table,
+)
 from coterie.results import coverage, pairs, stored_runs, summary
 from coterie.results.tables import STAR
 
@@ -114,11 +121,11 @@ def render_studies(sections: Sequence[_StudySection]) -> str:
 
 def _render_table(sections: Sequence[_StudySection]) -> str:
     """Render methods by studies: means over clients, the established best in bold."""
-    head, rows, labels = "", [], {}
+    heads, rows, labels = ["Method"], [], {}
     for section in sections:
         link = f'<a href="{escape(section.link)}">{escape(section.name)}</a>'
         metric = escape(_describe_metric(section))
-        head += f'<th scope="col">{link}<br><small>{metric}</small></th>'
+        heads.append(f"{link}<br><small>{metric}</small>")
         rows += section.rows.values()
         # In the order in which the studies name them; no study need have all methods.
         labels |= section.rows
@@ -135,11 +142,7 @@ def _render_table(sections: Sequence[_StudySection]) -> str:
         f"from it; of a single seed nothing is. {unranked}Numbers of different studies are not "
         "compared, since clients, data and seeds may differ."
     )
-    return (
-        f'<div class="scroll"><table class="studies"><caption>{escape(caption)}</caption>'
-        f'<thead><tr><th scope="col">Method</th>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
+    return render_table("studies", caption, heads, body)
 
 
 def _render_mean(section: _StudySection, label: str) -> str:

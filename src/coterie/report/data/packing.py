@@ -56,9 +56,8 @@ def build_dense_table(
     of_models = (table["split"] == split) & (table["model"] == "current")
     chosen = of_models & (table["metric"] == metric)
     # The loss too: it shows which models diverged.
-    shown = table["metric"].isin((metric, LOSS.name, DIVERGED.name)) & of_models
-    diverged = table["metric"] == DIVERGED.name
-    around = table.loc[(shown | diverged).to_numpy()]
+    shown = table["metric"].isin((metric, LOSS.name)) & of_models
+    around = table.loc[(shown | (table["metric"] == DIVERGED.name)).to_numpy()]
     lost = around.loc[find_diverged(around) & (around["metric"] == metric).to_numpy()]
     rows = table.loc[chosen.to_numpy()]
     # `place` is the row of each value.
