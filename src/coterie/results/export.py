@@ -22,14 +22,10 @@ from coterie.results._exported import check_exported
 from coterie.runtime.models import Models, Which
 
 Format = Literal["safetensors", "pt", "onnx"]
-FORMATS: Mapping[str, str] = {"safetensors": ".safetensors", "pt": ".pt", "onnx": ".onnx"}
+FORMATS: Mapping[Format, str] = {"safetensors": ".safetensors", "pt": ".pt", "onnx": ".onnx"}
 """The ending of a file of each format."""
-_FORMAT_OF_ENDING: Mapping[str, Format] = {
-    ".safetensors": "safetensors",
-    ".pt": "pt",
-    ".pth": "pt",
-    ".onnx": "onnx",
-}
+_FORMAT_OF_ENDING: dict[str, Format] = {ending: name for name, ending in FORMATS.items()}
+_FORMAT_OF_ENDING[".pth"] = "pt"
 
 
 def choose_format(path: str | Path | None, format: Format | None = None) -> Format:

@@ -187,8 +187,7 @@ def rounds_to_discovery(
     # `truth` may begin at -1; bincount takes no negative numbers.
     others = np.bincount(truth - truth.min())[truth - truth.min()][client] - 1
     chance, best = pulls * others / (len(truth) - 1), np.minimum(pulls, others)
-    # Prefix sums: the sum over a window is a difference of two entries.
-    # With a zero before them, a difference of two entries is a sum over the rounds between.
+    # Prefix sums with a zero before them: the sum over a window is a difference of two entries.
     reached = np.concatenate([[0.0], (right - chance).cumsum()])
     needed = np.concatenate([[0.0], (share * (best - chance)).cumsum()])
     gained, wanted = reached[window:] - reached[:-window], needed[window:] - needed[:-window]

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from coterie._util import manifest
 from coterie._util.mappings import drop_keys
 from coterie._util.toml import parse_toml
-from coterie.errors import DataError
+from coterie.errors import DataError, first_line
 from coterie.functional import metrics
 from coterie.functional.losses import CrossEntropy, SquaredError
 from coterie.functional.metrics import Metrics
@@ -507,7 +507,7 @@ def load_run(folder: Path) -> StoredRun | UnreadableRun:
         metrics.REGISTRY.add_stored(provenance.get("metrics") or {})
     # JSON, TOML and pyarrow raise ValueError or OSError; the others come from JSON of another form.
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        return UnreadableRun(folder, f"a file is damaged: {str(error).splitlines()[0]}")
+        return UnreadableRun(folder, f"a file is damaged: {first_line(error)}")
     seed = _parse_seed(folder) if folder.name.startswith("seed-") else None
     seeds = config.get("seeds")
     # A copy of another run's folder would count as one more seed.
