@@ -570,7 +570,10 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
             if line is not None:
                 found.append(line)
             elif result.find_row(entry.label, one.cluster, one.metric) is not None:
-                undefined[_describe_undefined(entry.label, REGISTRY[one.metric])] = None
+                undefined[
+                    f"{entry.label} is not compared by {REGISTRY[one.metric].title}: in some seed "
+                    "a client of it has no finite value (it diverged)."
+                ] = None
         if found:
             # The first method of a row stands for it.
             chosen = standing.setdefault(row, entry.label) != entry.label
@@ -584,13 +587,6 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
         result.study.name, experiment, reference, result.study.scale, lines, roles, rows, notes,
         result.seeds, result.left_out, [*result.describe_gaps(), *undefined],
     )  # fmt: skip
-
-
-def _describe_undefined(label: str, metric: Metric) -> str:
-    return (
-        f"{label} is not compared by {metric.title}: in some seed a client of it has no finite "
-        "value (it diverged)."
-    )
 
 
 PREDICTED_COSTS = {metrics.MODELS_MOVED.name: 0.5, metrics.BANDWIDTH.name: 0.005}
@@ -658,15 +654,12 @@ def is_full_size(study: StudyConfig) -> bool:
     # Without the published settings there is nothing to be smaller than.
     if study.name not in find_builtin_studies():
         return False
-    return _sizes_of_points(study) == _sizes_of_points(config.load_study(study.name))
+    both = study, config.load_study(study.name)
+    here, published = ([*map(_list_sizes, expand_sweep(one, to_run=False))] for one in both)
+    return here == published
 
 
-def _sizes_of_points(study: StudyConfig) -> list[tuple[Any, ...]]:
-    """The sizes of each point of a sweep, or of the study where only method settings are swept."""
-    return list(map(_sizes_of_one, expand_sweep(study, to_run=False)))
-
-
-def _sizes_of_one(study: StudyConfig) -> tuple[Any, ...]:
+def _list_sizes(study: StudyConfig) -> tuple[Any, ...]:
     local, data = study.settings.local, study.data
     return (
         study.scale * study.settings.rounds, study.settings.participation, local.epochs,

@@ -28,6 +28,7 @@ from coterie.functional.metrics import (
     INTERACTION_CHANGE,
     Metric,
 )
+from coterie.papers.analyses import ALL_CLIENTS, FOLDER, SERVED
 from coterie.report import plots
 from coterie.report.figures import FIGURES, NOT_STORED, PUBLISHED, FigureKind, PublishedFigure, plot
 from coterie.report.plots import (
@@ -59,10 +60,6 @@ __all__ = [
     "plot_similarities",
     "plot_simplexes",
 ]
-
-ANALYSES = "analyses"
-ALL_CLIENTS = -1  # the client of rows about all test sets together
-SERVED = -1  # the point that models are served from
 
 
 def plot_simplexes(runs: NamedRuns) -> DrawnFigure:
@@ -163,7 +160,7 @@ def _load_analysis(runs: NamedRuns, what: str) -> list[tuple[str, StoredRun, pd.
     """The tables of an analysis, of the runs that have one."""
     found = []
     for name, run in runs:
-        path = run.folder / ANALYSES / f"{what}.parquet"
+        path = run.folder / FOLDER / f"{what}.parquet"
         if path.is_file():
             found.append((name, run, pd.read_parquet(path)))
     if not found:
