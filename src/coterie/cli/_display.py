@@ -118,7 +118,6 @@ def _show_bars(studies: Sequence[StudyConfig], console: Console) -> Iterator[Run
         tasks: dict[str, TaskID] = {}
         latest: dict[str, int] = {}
         for entry in studies[0].methods:
-            # One more for the warm-up, round -1.
             rounds = 0
             for study in studies:
                 # One more round than is set: the warm-up before the first exchange.

@@ -15,7 +15,7 @@ import torch
 from annotated_types import Gt, Le, MinLen
 from torch import Tensor
 
-from coterie._util.mappings import drop_keys, select_keys
+from coterie._util.mappings import drop_keys, number_items, select_keys
 from coterie._util.settings import (
     Configurable,
     NonNegativeInt,
@@ -449,7 +449,7 @@ def _number_clusters(
     clusters: Sequence[Planted], plans: Sequence[PhasePlan], built: Sequence[Federation]
 ) -> list[Truth | None]:
     """Return the truth of each phase, with the same number for a cluster in all of them."""
-    numbers = {cluster: number for number, cluster in enumerate(clusters)}
+    numbers = number_items(clusters)
     names = tuple(name_cluster(cluster) for cluster in clusters)
     found: list[Truth | None] = []
     for plan, one in zip(plans, built, strict=True):

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -120,6 +120,16 @@ class Truth:
     cluster: Int[Tensor, " clients"]
     names: tuple[str, ...]
     shift: tuple[str, ...]
+
+
+def _describe_truth(truth: Truth | None) -> dict[str, Any] | None:
+    """Return what a file has of planted clusters besides the tensor, as JSON stores it."""
+    return truth and {"names": truth.names, "shift": truth.shift}
+
+
+def _make_truth(stored: Mapping[str, Any], cluster: Int[Tensor, " clients"]) -> Truth:
+    """Invert `_describe_truth`."""
+    return Truth(cluster, tuple(stored["names"]), tuple(stored["shift"]))
 
 
 @dataclass(frozen=True)
@@ -606,15 +616,11 @@ class Federation(Described):
                 tensors[f"phases.{i}.noise"] = phase.noise
             if phase.truth is not None:
                 tensors[f"phases.{i}.cluster"] = phase.truth.cluster
-            known = phase.truth and {"names": phase.truth.names, "shift": phase.truth.shift}
-            stored_phases.append({"first": phase.first, "truth": known})
+            stored_phases.append({"first": phase.first, "truth": _describe_truth(phase.truth)})
         for i, test in enumerate(self.tests):
             tensors |= {f"tests.{i}.x": read_inputs(test.x), f"tests.{i}.y": test.y}
         if self.public is not None:
             tensors |= {"public.x": read_inputs(self.public.x), "public.y": self.public.y}
-        truth = None
-        if self.truth is not None:
-            truth = {"names": self.truth.names, "shift": self.truth.shift}
         # safetensors stores tensors and texts only: everything else becomes one JSON text.
         meta: dict[str, Any] = {
             "population": self.population,
@@ -635,7 +641,7 @@ class Federation(Described):
         meta |= {
             "tests": [test.name for test in self.tests],
             "test_noise": self._test_noises,
-            "truth": truth,
+            "truth": _describe_truth(self.truth),
         }
         if stored_phases:
             meta["phases"] = stored_phases
@@ -663,13 +669,7 @@ class Federation(Described):
             tensors = load_file(str(path))
         except (SafetensorError, KeyError, json.JSONDecodeError) as error:
             raise DataError(f"{path} is not a federation file: {error}") from error
-        truth = None
-        if meta["truth"] is not None:
-            truth = Truth(
-                tensors["truth.cluster"],
-                tuple(meta["truth"]["names"]),
-                tuple(meta["truth"]["shift"]),
-            )
+        truth = meta["truth"] and _make_truth(meta["truth"], tensors["truth.cluster"])
         # In a file without this field no test set has noise.
         noises = meta.get("test_noise", [0.0] * len(meta["tests"]))
         tests = []
@@ -681,11 +681,8 @@ class Federation(Described):
             public = TestSet(tensors["public.x"], tensors["public.y"], "public")
         phases = []
         for i, stored in enumerate(meta.get("phases", ())):
-            known = stored["truth"] and Truth(
-                tensors[f"phases.{i}.cluster"],
-                tuple(stored["truth"]["names"]),
-                tuple(stored["truth"]["shift"]),
-            )
+            known = stored["truth"]
+            known = known and _make_truth(known, tensors[f"phases.{i}.cluster"])
             phases.append(
                 Phase(
                     stored["first"],

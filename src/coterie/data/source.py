@@ -401,7 +401,7 @@ def make_samples(x: Any, y: Any, classes: int | None) -> Samples:
     Raises:
         DataError: when the arrays cannot be used.
     """
-    x, y = _open_input(x, "x"), _to_tensor(y, "y")
+    x, y = _open_input(x), _to_tensor(y, "y")
     if len(x) != len(y):
         raise DataError(
             f"there are {len(x)} inputs and {len(y)} targets; expected one target for each input"
@@ -448,11 +448,13 @@ def _convert_targets(
     return y.long()
 
 
-def _open_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"] | StoredRows:
+def _open_input(value: Any) -> Shaped[Tensor, "samples *features"] | StoredRows:
     """Convert one tensor of inputs; of a large array on disk, rows are converted when read."""
-    if isinstance(value, StoredRows) or not is_stored(value):
-        return value if isinstance(value, StoredRows) else _convert_input(value, name)
-    return StoredRows.open(value, partial(_convert_input, name=name))
+    if isinstance(value, StoredRows):
+        return value
+    if is_stored(value):
+        return StoredRows.open(value, partial(_convert_input, name="x"))
+    return _convert_input(value, "x")
 
 
 def _convert_input(value: Any, name: str) -> Shaped[Tensor, "samples *features"]:
