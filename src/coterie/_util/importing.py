@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
@@ -67,7 +68,7 @@ def compute_module_digest(module: str) -> str:
         return ""
     try:
         found = importlib.util.find_spec(module)
-        if found is None or found.origin is None or _is_installed(Path(found.origin)):
+        if found is None or found.origin is None or is_installed(Path(found.origin)):
             return ""
         text = ast.dump(ast.parse(Path(found.origin).read_bytes()))
     # A module that cannot be found or read is refused where it is imported, in words of its own.
@@ -126,11 +127,14 @@ def _digest_text(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _is_installed(file: Path) -> bool:
-    """Whether a file lies where Python and packages are installed."""
+def is_installed(file: Path) -> bool:
+    """Return whether a file lies where Python and packages are installed."""
     if not {"site-packages", "dist-packages"}.isdisjoint(file.parts):
         return True
-    return file.resolve().is_relative_to(Path(sysconfig.get_path("stdlib")).resolve())
+    places = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
+    # Environments are often made of links, so the real paths are compared.
+    real = Path(os.path.realpath(file))
+    return any(map(real.is_relative_to, map(os.path.realpath, places)))
 
 
 def import_class(path: str, what: str, base: type[T], known_as: str, package: str = "") -> type[T]:

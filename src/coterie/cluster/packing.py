@@ -9,10 +9,8 @@ could have sent.
 import ast
 import importlib
 import io
-import os
 import pickle
 import sys
-import sysconfig
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie._util.origin import PACKAGE
+from coterie._util.importing import is_installed
 from coterie.errors import ConfigError
 
 LARGEST = 64 * 2**20
@@ -139,7 +137,8 @@ def collect_modules(names: Iterable[str]) -> dict[str, bytes]:
     """
     files: dict[str, bytes] = {}
     # The root of a dotted name: a package travels as a whole.
-    waiting, seen = [name.partition(".")[0] for name in names], set[str]()
+    waiting = [name.partition(".")[0] for name in names]
+    seen = {"coterie"}  # which every machine has; see `doctor`
     while waiting:
         name = waiting.pop()
         if name in seen:
@@ -150,7 +149,7 @@ def collect_modules(names: Iterable[str]) -> dict[str, bytes]:
         place = getattr(module, "__file__", None) or next(
             iter(getattr(module, "__path__", [])), None
         )
-        if place is None or _is_installed(Path(place)):
+        if place is None or is_installed(Path(place)):
             continue
         path = Path(place)
         package = hasattr(module, "__path__")
@@ -184,15 +183,6 @@ def install_modules(files: Mapping[str, bytes], folder: Path) -> None:
     sys.path.insert(0, str(folder))
     # Python caches the listing of import folders, and would not see the new files.
     importlib.invalidate_caches()
-
-
-def _is_installed(path: Path) -> bool:
-    """Whether a file belongs to Python, to an installed package, or to Coterie."""
-    places = set(map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
-    places |= {place for place in sys.path if place.endswith(("site-packages", "dist-packages"))}
-    # Environments are often made of links, so the real paths are compared.
-    real = Path(os.path.realpath(path))
-    return any(map(real.is_relative_to, (PACKAGE, *map(os.path.realpath, places))))
 
 
 def _find_imports(source: bytes) -> set[str]:
