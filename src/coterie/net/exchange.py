@@ -99,14 +99,9 @@ class RemoteExchange:
         """Set the clients that take part in this round."""
         self._own.set_active(ids)
 
-    def set_away(self, names: Iterable[str], *, for_good: Iterable[str] = ()) -> None:
-        """Note members that did not answer at the start.
-
-        Args:
-            names: members that are asked again once they are seen.
-            for_good: members that run another study, which are never asked.
-        """
-        self._away, self._odd = frozenset(names), frozenset(for_good)
+    def set_away(self, names: Iterable[str]) -> None:
+        """Note members that did not answer at the start; they are asked once they are seen."""
+        self._away = frozenset(names)
 
     def list_present(self, names: Iterable[str]) -> list[str]:
         """Return those of some members that are not known to be away."""

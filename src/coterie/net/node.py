@@ -26,7 +26,7 @@ from torch import Tensor
 
 from coterie._util.files import prepare_folder, write_atomically
 from coterie._util.lines import LineFile
-from coterie._util.mappings import drop_keys, index_by_name, map_values, select_keys
+from coterie._util.mappings import drop_empty, drop_keys, index_by_name, map_values, select_keys
 from coterie.data.federation import Federation, Truth
 from coterie.engine.task import Task
 from coterie.errors import ConfigError, QuorumError, TransportError
@@ -62,7 +62,7 @@ from coterie.rng import Rng
 from coterie.runtime import checkpoint, newcomers
 from coterie.runtime.extensions import AcceptanceExtension
 from coterie.runtime.loop import Loop
-from coterie.runtime.models import Models, collect_models
+from coterie.runtime.models import collect_models
 from coterie.runtime.record import Record
 from coterie.runtime.settings import DTYPES, Settings
 from coterie.runtime.taken_home import check_models_home
@@ -982,30 +982,23 @@ class Node:
         # With a server, the final evaluation asks it for models: this node is done only afterward.
         self._state = "done" if not self.plan.method.server else "running"
         self.loop.evaluate_final()
-        models = self._collect_models()
-        checkpoint.finish_run(
-            self.folder, self.loop, self._identity, self._timing(), models.make_files()
-        )
-        self._state = "done"
-        self._log_done()
-        self._linger()
+        self._finish()
 
-    def _log_done(self) -> None:
-        traffic = self.post.traffic
-        marked: dict[str, Any] = {}
-        if self.loop.skipped_rounds:
-            marked["skipped"] = self.loop.skipped_rounds
-        if self.loop.alone_rounds:
-            marked["alone"] = self.loop.alone_rounds
-        self.log("done", received=traffic.received, bytes=traffic.bytes, **marked)
-
-    def _collect_models(self) -> Models:
-        """Return the models that are taken home, after their check."""
+    def _finish(self) -> None:
+        """Store the end of the run, with the models that are taken home, and stay for others."""
         models = collect_models(self.loop, self.plan.model, self.plan.method.kind)
         if self.plan.settings.check:
             home = check_models_home(models, self.loop)
             self.loop.translation = {**self.loop.translation, "home": home}
-        return models
+        checkpoint.finish_run(
+            self.folder, self.loop, self._identity, self._timing(), models.make_files()
+        )
+        self._state = "done"
+        traffic = self.post.traffic
+        rounds = {"skipped": self.loop.skipped_rounds, "alone": self.loop.alone_rounds}
+        marked: dict[str, Any] = drop_empty(rounds)
+        self.log("done", received=traffic.received, bytes=traffic.bytes, **marked)
+        self._linger()
 
     @property
     def _reputation(self) -> Reputation | None:
@@ -1189,13 +1182,7 @@ class Node:
         if len(self.loop.tracker.best):
             self.loop.tracker = replace(self.loop.tracker, best=final)
         checkpoint.save(self.folder, self.loop, self._identity, self._timing())
-        models = self._collect_models()
-        checkpoint.finish_run(
-            self.folder, self.loop, self._identity, self._timing(), models.make_files()
-        )
-        self._state = "done"
-        self._log_done()
-        self._linger()
+        self._finish()
 
     def _fetch_table(self) -> Tensor:
         """The server's models, with 0 in what clients keep at home."""
@@ -1271,7 +1258,8 @@ class Node:
                 "answers new clients for `linger` seconds, and again when its `coterie node` is "
                 "started again"
             )
-        self.exchange.set_away([n for n in names if n not in met], for_good=odd)
+        self.exchange.set_away([n for n in names if n not in met])
+        self.exchange.shut_out(odd)
         self._note_met(met)
         return met
 
