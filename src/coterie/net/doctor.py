@@ -28,9 +28,9 @@ from coterie.net.node import Node, RunSpec
 from coterie.net.nodefile import NodeFile
 from coterie.net.payload import escape_text
 from coterie.net.post import Post
+from coterie.net.processfile import ProcessFile
 from coterie.net.proxy import ProxyRefusedError, connect, find_proxy
 from coterie.net.roster import Member, Roster
-from coterie.net.servicefile import ServiceFile
 from coterie.net.transport import Delivery
 from coterie.rng import Rng
 
@@ -150,7 +150,7 @@ def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
     return Patient(file, own, roster, plan, federation)
 
 
-def load_newest(file: NodeFile | ServiceFile, folder: Path, report: Callable[..., None]) -> Roster:
+def load_newest(file: ProcessFile, folder: Path, report: Callable[..., None]) -> Roster:
     """Return the roster by which a member runs: that of its file, or a newer one that it has kept.
 
     Args:

@@ -27,9 +27,9 @@ from coterie.data.build import DataConfig, Split, build_federation, build_from_s
 from coterie.data.federation import Federation
 from coterie.errors import ConfigError, DataError, require
 from coterie.methods.base import Method
-from coterie.net.identity import Identity
 from coterie.net.node import Patience, RunSpec
 from coterie.net.post import Terms
+from coterie.net.processfile import ProcessFile
 from coterie.net.proxy import check_proxy
 from coterie.net.wire import CHUNK
 from coterie.rng import Rng
@@ -149,52 +149,26 @@ def _to_seconds(setting: float | Literal["unlimited"]) -> float:
 
 
 @dataclass(frozen=True)
-class NodeFile(Configurable):
+class NodeFile(ProcessFile):
     """The content of node.toml. Paths are relative to the file.
 
     Args:
         study: the study file that all members have, with one method and one seed, or the two below.
-        roster: the signed roster.
-        organizer: the organizer's public key.
-        key: this member's private key.
-        certificate: its certificate.
-        ca: the authority's certificate.
         method: label of the study's method to run, when it has several.
         seed: one of the study's seeds, when it has several.
         role: "peer", or "server" on the member that the roster names.
         runs: the folder in which the run's folder is created.
-        listen: host:port to listen on, when it is not the roster's address.
-        metrics_port: port on 127.0.0.1 that answers /metrics for Prometheus; 0 for none.
-        log: the lowest level that is written: "debug", "info", "warning" or "error".
         data: the source of this node's own data.
         network: deadlines and options.
-        folder: the file's folder.
     """
 
     study: str = "study.toml"
-    roster: str = "roster.toml"
-    organizer: str = "organizer.pub"
-    key: str = "node.key"
-    certificate: str = "node.pem"
-    ca: str = "ca.pem"
     method: str = ""
     seed: NonNegativeInt | None = None
     role: Literal["peer", "server"] = "peer"
     runs: str = "runs"
-    listen: str = ""
-    metrics_port: Annotated[int, Ge(0), Le(65535)] = 0
-    log: Literal["debug", "info", "warning", "error"] = "info"
     data: DataSource = field(default_factory=DataSource)
     network: NetworkSettings = field(default_factory=NetworkSettings)
-    folder: Path = Path(".")
-
-    def resolve_path(self, name: str) -> Path:
-        """Return a path of the file, relative to the file's folder."""
-        return self.folder / name
-
-    def load_identity(self) -> Identity:
-        """Return this member's identity, from its three files."""
-        return Identity.load(*map(self.resolve_path, (self.key, self.certificate, self.ca)))
 
     def select_run(self) -> tuple[StudyConfig, str, int]:
         """Return the study, and the label and seed of this node's run."""

@@ -14,12 +14,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from annotated_types import Ge, Le
 
 from coterie._util.files import resolve_path
-from coterie._util.settings import Configurable, NonNegativeFloat, parse_settings
+from coterie._util.settings import NonNegativeFloat, parse_settings
 from coterie._util.toml import load_toml
 from coterie.errors import TransportError
 from coterie.net import roster as rosters
@@ -28,6 +28,7 @@ from coterie.net.identity import Identity, split_address
 from coterie.net.keeper import Keeper, describe_changes
 from coterie.net.log import Log, MetricsServer, RateLimit, Sample
 from coterie.net.outbox import Missing
+from coterie.net.processfile import ProcessFile
 from coterie.net.roster import Roster
 from coterie.net.tunnel import AWAY, HandlerEnd, Switchboard, splice
 
@@ -39,37 +40,24 @@ _BURST = 1.0  # seconds for which a member may be ahead of its rate
 
 
 @dataclass(frozen=True)
-class RelayFile(Configurable):
+class RelayFile(ProcessFile):
     """The content of relay.toml. Paths are relative to the file.
 
     Args:
         roster: the signed roster, which names this relay.
-        organizer: the organizer's public key.
         key: this relay's private key.
-        certificate: its certificate.
-        ca: the authority's certificate.
-        listen: host:port to listen on, when it is not the roster's address.
         tunnels: that one member may have open to others.
         rate: megabytes a second that one member's tunnels carry, in both directions together; 0
             for no limit.
         lease: seconds without a sign of life after which a link counts as lost.
-        metrics_port: port on 127.0.0.1 that answers /metrics for Prometheus; 0 for none.
-        log: the lowest level that is written: "debug", "info", "warning" or "error".
         folder: the file's folder, in which the newest roster is kept.
     """
 
-    roster: str = "roster.toml"
-    organizer: str = "organizer.pub"
     key: str = "relay.key"
     certificate: str = "relay.pem"
-    ca: str = "ca.pem"
-    listen: str = ""
     tunnels: Annotated[int, Ge(1), Le(10_000)] = 256
     rate: NonNegativeFloat = 0.0
     lease: Annotated[float, Ge(1)] = 10.0
-    metrics_port: Annotated[int, Ge(0), Le(65535)] = 0
-    log: Literal["debug", "info", "warning", "error"] = "info"
-    folder: Path = Path(".")
 
     @staticmethod
     def load(path: Path) -> "RelayFile":
@@ -226,9 +214,10 @@ def run_relay(path: Path) -> None:
         TransportError: when roster, key and certificate do not belong together.
     """
     file = RelayFile.load(path)
-    own = Identity.load(*(file.folder / one for one in (file.key, file.certificate, file.ca)))
+    own = file.load_identity()
     log, stop = Log(own.name, level=file.log), threading.Event()
-    keeper = Keeper(file.folder / file.roster, file.folder / file.organizer, file.folder, log)
+    organizer = file.resolve_path(file.organizer)
+    keeper = Keeper(file.resolve_path(file.roster), organizer, file.folder, log)
     if problems := rosters.check_own(keeper.roster, own):
         raise TransportError(problems[0])
     for number in (signal.SIGINT, signal.SIGTERM):

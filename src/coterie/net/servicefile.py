@@ -5,16 +5,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from annotated_types import Ge, Le
+from typing import Any
 
 from coterie._util.files import resolve_path
 from coterie._util.settings import Configurable, NonNegativeFloat, PositiveInt, parse_settings
 from coterie._util.toml import load_toml
 from coterie.errors import ConfigError, describe_unknown, require
-from coterie.net.identity import Identity
 from coterie.net.nodefile import DataSource, NetworkSettings, NodeFile, take_tables
+from coterie.net.processfile import ProcessFile
 from coterie.net.statements import ROLE
 
 _HOURS = re.compile(r"([01]?\d|2[0-4])-([01]?\d|2[0-4])")
@@ -62,47 +60,21 @@ class Rules(Configurable):
 
 
 @dataclass(frozen=True)
-class ServiceFile(Configurable):
+class ServiceFile(ProcessFile):
     """The content of node.toml of a federation's member. Paths are relative to the file.
 
     Args:
-        roster: the signed roster.
-        organizer: the organizer's public key.
-        key: this member's private key.
-        certificate: its certificate.
-        ca: the authority's certificate.
         studies: the folder of studies: a folder for each, with what was signed, results and log.
-        listen: host:port to listen on, when it is not the roster's address.
-        metrics_port: port on 127.0.0.1 that answers /metrics for Prometheus; 0 for none.
-        log: the lowest level that is written: "debug", "info", "warning" or "error".
         data: tables `[data.ROLE]`, each with what [data] of a node's file has: the sources of this
             node's own data, by the role under which studies name them.
         rules: what is approved without a person.
         network: deadlines and options.
-        folder: the file's folder.
     """
 
-    roster: str = "roster.toml"
-    organizer: str = "organizer.pub"
-    key: str = "node.key"
-    certificate: str = "node.pem"
-    ca: str = "ca.pem"
     studies: str = "studies"
-    listen: str = ""
-    metrics_port: Annotated[int, Ge(0), Le(65535)] = 0
-    log: Literal["debug", "info", "warning", "error"] = "info"
     data: Mapping[str, Any] = field(default_factory=dict)
     rules: Rules = field(default_factory=Rules)
     network: NetworkSettings = field(default_factory=NetworkSettings)
-    folder: Path = Path(".")
-
-    def resolve_path(self, name: str) -> Path:
-        """Return a path of the file, relative to the file's folder."""
-        return self.folder / name
-
-    def load_identity(self) -> Identity:
-        """Return this member's identity, from its three files."""
-        return Identity.load(*map(self.resolve_path, (self.key, self.certificate, self.ca)))
 
     def find_source(self, role: str) -> DataSource:
         """Return the source of the data of a role.
