@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie.engine._base import MODULE_ERRORS, Engine, Objective
 from coterie.engine._client_axis import NoClientAxisError
@@ -23,7 +22,7 @@ from coterie.engine.native.trace import NotTraceableError, Traces
 from coterie.engine.native.traced import trace_module
 from coterie.engine.options import Workload
 from coterie.errors import ConfigError, ModelError, OutOfMemory, describe_unknown, first_line
-from coterie.models.draws import KEY, KeyedDraws
+from coterie.models.draws import KEY, DispatchMode, KeyedDraws
 from coterie.models.layout import Layout
 from coterie.rng import Rng
 
@@ -83,7 +82,7 @@ def count_products(layout: Layout, x: Tensor) -> int:
     return counted.count // len(x)
 
 
-class _ProductCounter(TorchDispatchMode):
+class _ProductCounter(DispatchMode):
     """Counts the multiplications of matrix products and convolutions while it is active.
 
     Attributes:
@@ -93,11 +92,6 @@ class _ProductCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under the mode, so PyTorch need not load its compiler (a second)."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation and count."""

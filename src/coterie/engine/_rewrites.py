@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie._util.mappings import map_values
+from coterie.models.draws import DispatchMode
 from coterie.models.layout import copy_module
 
 ALIGNMENT = 64  # bytes; where PyTorch itself puts a tensor
@@ -36,18 +36,13 @@ def align_memory(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class UnbatchedProducts(TorchDispatchMode):
+class UnbatchedProducts(DispatchMode):
     """While active, batched matrix products are computed matrix by matrix.
 
     On some processors, the batched products of CPU libraries round by a matrix's position in the
     batch. Factors lie row by row: whether PyTorch hands over a transposed one as it is or as a copy
     depends on the size of the batch, and how a product rounds depends on that.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled under the mode, and loading the compiler takes a second."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Compute one operation."""

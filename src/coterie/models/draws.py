@@ -75,16 +75,20 @@ def _arguments(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
     return tuple(argument.name for argument in func._schema.arguments), given
 
 
-class RefuseDraws(TorchDispatchMode):
+class DispatchMode(TorchDispatchMode):
+    """A mode under which nothing is compiled: PyTorch need not load its compiler (a second)."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class RefuseDraws(DispatchMode):
     """While active, a random operation is an error: a backward pass must not draw.
 
     `torch.utils.checkpoint` computes layers again in the backward pass. It is unknown which of the
     forward pass's draws are meant, and the gradient would be of other ones.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operation, unless it is random."""
@@ -97,7 +101,7 @@ class RefuseDraws(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class KeyedDraws(TorchDispatchMode):
+class KeyedDraws(DispatchMode):
     """While active, random operations are functions of keys.
 
     Args:
@@ -125,11 +129,6 @@ class KeyedDraws(TorchDispatchMode):
         self._all_keys, self.samples, self.number = keys, samples, 0
         self.model: int | None = None
         self.shapes: list[tuple[int, ...]] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under the mode, so PyTorch need not load its compiler (a second)."""
-        return False
 
     @property
     def keys(self) -> Int[Tensor, "*models"]:

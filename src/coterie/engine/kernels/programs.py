@@ -10,11 +10,12 @@ import triton.language as tl
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
+from coterie.engine._base import Objective
 from coterie.engine.kernels.images import KernelImageLowering
 from coterie.engine.kernels.rules import LAUNCH, move_tile
 from coterie.engine.kernels.update import StepNumbers, launch_on
 from coterie.engine.native.pooling import pool_before_activations
-from coterie.engine.native.trace import NotTraceableError, Objective, evaluate_size, record
+from coterie.engine.native.trace import NotTraceableError, evaluate_size, record
 from coterie.engine.optim import LocalTraining
 from coterie.models.layout import Layout
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from coterie._util.mappings import map_values
 from coterie._util.tensors import index_each
+from coterie.engine._base import Objective
 from coterie.engine._rewrites import ReplacedFunctions, normalize_batch, with_counted_batches
 from coterie.engine.precision import product_precision
 from coterie.errors import first_line
 from coterie.functional.scores import mark_not_finite
-from coterie.models.draws import KeyedDraws, is_keyed, is_random
+from coterie.models.draws import DispatchMode, KeyedDraws, is_keyed, is_random
 from coterie.models.layout import Layout
 
 aten = torch.ops.aten
@@ -239,7 +239,7 @@ class _Tracked:
     version: int
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """Records what runs while it is active."""
 
     def __init__(
@@ -256,11 +256,6 @@ class _Recorder(TorchDispatchMode):
         # operations that are being made of simpler ones, which may come back to them
         self._within: list[Any] = []
         self.trace.inputs = list(map(self._new, inputs))
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under the mode, so PyTorch need not load its compiler (a second)."""
-        return False
 
     def _numbered(self, tensor: Tensor) -> Ref:
         """Return a new value of the kind of a tensor."""
@@ -511,9 +506,6 @@ def _plain_operations() -> Iterator[None]:
         torch.backends.cuda.enable_flash_sdp(flash)
         torch.backends.cuda.enable_mem_efficient_sdp(efficient)
         torch._C._set_mkldnn_enabled(onednn)
-
-
-Objective = Callable[[Tensor, Tensor], Tensor]
 
 
 def _copy_tensors(layout: Layout) -> dict[str, Tensor]:
@@ -793,10 +785,7 @@ def record(
                 judge = pair(lambda a, b: _judge_once(layout, objective, a, b, layer, known))
             state = train.outputs[1 + len(layout.trained_slots) :]
             # The inputs begin with the slots of a row; untrained slots hold running statistics.
-            before = []
-            for ref, slot in zip(train.inputs, layout.slots, strict=False):
-                if slot.stop > layout.trainable:
-                    before.append(ref)
+            before = train.inputs[len(layout.trained_slots) : len(layout.slots)]
             # Statistics that come out as they went in are not changed by a step.
             together = not separate or state != before or _together(layout, module, objective, x, y)
     # PyTorch raises it for what cannot run under the modes of the record.

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from coterie.engine._augment import CropFlip
+from coterie.engine._base import Objective
 from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork
 from coterie.engine.native import compiler
 from coterie.engine.native.images import ImageLowering
@@ -317,7 +318,7 @@ def _cut(statements: Sequence[str], declarations: Sequence[str]) -> list[str]:
 
 
 def trace_module(
-    layout: Layout, objective: object, x: Float[Tensor, "samples *features"], y: Tensor
+    layout: Layout, objective: Objective, x: Float[Tensor, "samples *features"], y: Tensor
 ) -> Traces:
     """Return the graphs of a module's training step and evaluation.
 
@@ -332,7 +333,7 @@ def trace_module(
     """
     if layout.dtype not in (torch.float32, torch.float64):
         raise NotTraceableError(f"numbers of type {layout.dtype} are not known here")
-    return record(layout, objective, x, y, ImageLowering.knows)  # type: ignore[arg-type]
+    return record(layout, objective, x, y, ImageLowering.knows)
 
 
 class TracedProgram:
@@ -359,7 +360,7 @@ class TracedProgram:
     def __init__(
         self,
         layout: Layout,
-        objective: object,
+        objective: Objective,
         x: Float[Tensor, "samples *features"],
         y: Tensor,
         traces: Traces | None = None,
