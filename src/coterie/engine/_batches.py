@@ -1,6 +1,6 @@
 """The batches of local training, drawn from each client's own stream."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -9,7 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from coterie._util.finite import not_finite
 from coterie.engine.optim import LocalTraining
+from coterie.functional import metrics
 from coterie.rng import Rng
 
 
@@ -191,3 +193,29 @@ def last_epoch_mean(
     # steps: a client's mean must not depend on who is hosted with it.
     totals = torch.where(inside, losses, 0).cumsum(1)[:, -1:].sum(1)
     return totals / inside.sum(1)
+
+
+def make_report(
+    losses: Float[Tensor, "clients steps"],
+    schedule: BatchPlan,
+    samples: Int[Tensor, " clients"],
+    models: Iterable[Float[Tensor, "clients params"]],
+) -> dict[str, Tensor]:
+    """Return the report of a local training; see `training.Trained`.
+
+    Args:
+        losses: of each step; NaN where none was taken.
+        schedule: the batches.
+        samples: processed by each client.
+        models: that it led to; a client with NaN or infinity in one of them has diverged.
+    """
+    # NaN is a divergence only in a step with a batch: an empty Poisson batch has no loss.
+    lost = torch.isinf(losses).any(1) | (losses.isnan() & (schedule.batch_sizes > 0)).any(1)
+    for rows in models:
+        lost |= not_finite(rows)
+    return {
+        metrics.LOSS.name: last_epoch_mean(losses, schedule),
+        "losses": losses,
+        "train_samples": samples,
+        metrics.DIVERGED.name: lost,
+    }

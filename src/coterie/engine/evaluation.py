@@ -288,10 +288,8 @@ class Evaluator:
         if not wanted:
             return out
         for number, test, rows, models, which in self._iterate_test_sets(params, inputs):
-            values = {}
-            for metric in wanted:
-                undefined = torch.full((len(models),), torch.nan, dtype=self.layout.dtype)
-                values[metric.name] = undefined
+            undefined = torch.full((len(models),), torch.nan, dtype=self.layout.dtype)
+            values = {metric.name: undefined.clone() for metric in wanted}
             pairs = self._pair_with_test_set(number, models)
             targets = test.prepare_targets(torch.arange(len(test)))
             for _, part, outputs in self._iterate_outputs(params, pairs, inputs):

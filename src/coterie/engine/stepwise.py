@@ -10,14 +10,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from coterie._util import pages
-from coterie._util.finite import not_finite
 from coterie._util.tensors import index_optional
 from coterie.engine._base import Engine, explain_module_errors
-from coterie.engine._batches import BatchPlan, last_epoch_mean
+from coterie.engine._batches import BatchPlan, make_report
 from coterie.engine._work import TrainingTotals, TrainingWork
 from coterie.engine.optim import GRADIENT_ONLY, OptimizerState, RowOptimizer
 from coterie.errors import ConfigError
-from coterie.functional import metrics
 
 
 @dataclass(eq=False)
@@ -166,18 +164,7 @@ class StepwiseTraining:
                 self.optimizer = self.optimizer.replace_track(
                     track, moments, before + optimizer.taken, initial
                 )
-        # NaN is a divergence only in a step with a batch: an empty Poisson batch has no loss.
-        stepped = self.schedule.batch_sizes > 0
-        losses = self.losses
-        lost = torch.isinf(losses).any(1) | (losses.isnan() & stepped).any(1)
-        for models in params:
-            lost |= not_finite(models)
-        return {
-            metrics.LOSS.name: last_epoch_mean(losses, self.schedule),
-            "losses": losses,
-            "train_samples": self._samples,
-            metrics.DIVERGED.name: lost,
-        }
+        return make_report(self.losses, self.schedule, self._samples, params)
 
 
 @dataclass(eq=False)

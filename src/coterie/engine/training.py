@@ -11,14 +11,13 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor, nn
 
 from coterie._util import pages
-from coterie._util.finite import not_finite
 from coterie.engine._augment import Augmentation, CropFlip, FunctionAugmentation
 from coterie.engine._base import MODULE_ERRORS, Engine, explain_module_errors
 from coterie.engine._batches import (
     BatchPlan,
     count_steps,
     draw_batches,
-    last_epoch_mean,
+    make_report,
     poisson_rate,
     smallest_batch_size,
 )
@@ -28,7 +27,6 @@ from coterie.engine.optim import LocalTraining, OptimizerState
 from coterie.engine.privacy import PrivateQuery, PrivateSteps
 from coterie.engine.stepwise import StepwiseTraining
 from coterie.errors import ConfigError, ModelError
-from coterie.functional import metrics
 from coterie.functional.losses import Loss
 from coterie.functional.ranks import ClientRanks
 from coterie.models.draws import KeyedDraws
@@ -128,16 +126,7 @@ class Trainer:
         out = params.detach() if in_place else pages.copy(params.detach())
         with explain_module_errors("in training"):
             losses = self.engine.train(out, work, self.block)
-        # NaN marks the steps that a client does not take; anywhere else it is a divergence.
-        active = schedule.batch_sizes > 0
-        info = {
-            metrics.LOSS.name: last_epoch_mean(losses, schedule),
-            "losses": losses,
-            "train_samples": schedule.batch_sizes.sum(1),
-            metrics.DIVERGED.name: not_finite(out)
-            | torch.isinf(losses).any(1)
-            | (losses.isnan() & active).any(1),
-        }
+        info = make_report(losses, schedule, schedule.batch_sizes.sum(1), [out])
         # A step with an empty Poisson batch counts: it moves the model and is charged.
         number = schedule.active_steps.sum(1)
         if optimizer is not None and moments is not None and steps_taken is not None:
