@@ -17,7 +17,7 @@ from coterie.engine._base import MODULE_ERRORS
 from coterie.engine.options import EngineOptions, InitMode, ModelSpec
 from coterie.errors import ConfigError, ModelError
 from coterie.functional.ranks import ClientRanks
-from coterie.models.given import find_equal_rows, list_kept_tensors
+from coterie.models.given import list_kept_tensors
 from coterie.models.layout import (
     InputConversion,
     Layout,
@@ -115,7 +115,8 @@ class ClientModel:
             row = draw_initial_params(self.make, self.layout, rng.at_round(-1), purpose=purpose)
             rows.append(row.to(self.device))
         models = torch.stack(rows)
-        if different and find_equal_rows(models[:, : self.layout.trainable]):
+        trained = models[:, : self.layout.trainable]
+        if different and len(trained.unique(dim=0)) < len(trained):
             given, redraw = "a function that draws none", ""
             if isinstance(self.make, nn.Module):
                 given = "a module"

@@ -369,7 +369,7 @@ class RowOptimizer:
         local: which optimizer and its settings.
         rows: the trainable parameters; only their shape and type are used.
         moments: the state to go on from, updated in place; a fresh one when None.
-        taken: with `num_moments`: steps taken before.
+        taken: with `moments`: steps taken before.
     """
 
     def __init__(

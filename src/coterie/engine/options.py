@@ -30,7 +30,7 @@ class ModelSpec:
         buffers: what a merge does with BatchNorm statistics: "average" mixes them like parameters,
             "local" keeps each client's own, "reset" restores the initial ones.
         shared: patterns of the tensors that clients share; everything when empty. See
-            `models.sharing.match_patterns`.
+            `models.part.match_patterns`.
         similarity_on: patterns of the tensors in which models are compared, among the
             trained and shared ones.
         local_tensors: (layout) -> patterns of further tensors that clients keep to themselves.

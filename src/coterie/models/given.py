@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -282,9 +281,3 @@ def _iterate_resets(module: nn.Module) -> Iterator[tuple[nn.Module, Callable[[],
             if callable(reset):
                 yield part, reset
                 break
-
-
-def find_equal_rows(rows: Tensor) -> bool:
-    """Return whether two rows of a few are equal."""
-    pairs = math.comb(len(rows), 2)
-    return bool(pairs) and len(rows.unique(dim=0)) < len(rows)

@@ -407,10 +407,9 @@ class Layout:
             trainable: whether the part is the trained one.
         """
         parts = []
-        for slot in self.slots:
-            if (slot.stop <= self.trainable) == trainable:
-                tensor = tensors[slot.name]
-                parts.append(tensor.reshape(len(tensor), -1))
+        for slot in self.trained_slots if trainable else self.state_slots:
+            tensor = tensors[slot.name]
+            parts.append(tensor.reshape(len(tensor), -1))
         return torch.cat(parts, dim=-1)
 
     def zero_inputs(self, clients: int) -> dict[str, Tensor]:
@@ -450,14 +449,13 @@ class Layout:
     def unpack_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the untrained tensors of rows in the types that the module has, as copies."""
         state: dict[str, Tensor] = {}
-        for slot in self.slots:
-            if slot.stop > self.trainable:
-                value = tensors[slot.name]
-                if slot.name in self.whole:
-                    # A count that was averaged is a fraction in a row.
-                    state[slot.name] = value.round().to(self.whole[slot.name])
-                else:
-                    state[slot.name] = value.clone()
+        for slot in self.state_slots:
+            value = tensors[slot.name]
+            if slot.name in self.whole:
+                # A count that was averaged is a fraction in a row.
+                state[slot.name] = value.round().to(self.whole[slot.name])
+            else:
+                state[slot.name] = value.clone()
         return state
 
     def build_module(

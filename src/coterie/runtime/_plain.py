@@ -239,17 +239,23 @@ class PlainModule:
         """Return copies of the buffers, from which a pass that was only tried is undone."""
         return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
+    @contextmanager
+    def _try(self, seed: int = 0) -> Iterator[None]:
+        """As `_quiet`; buffers are restored at the end."""
+        kept = self._copy_buffers()
+        with self._quiet(seed):
+            yield
+            for name, buffer in self.module.named_buffers():
+                buffer.copy_(kept[name])
+
     def is_random(self, federation: Federation, x: Tensor, training: bool) -> bool:
         """Return whether outputs depend on a seed."""
         self.module.train(training)
         outputs = []
         # Two seeds: what does not depend on them, depends on none of them but by an accident.
         for seed in range(2):
-            kept = self._copy_buffers()
-            with self._quiet(seed):
+            with self._try(seed):
                 outputs.append(self._run(federation, x))
-                for name, buffer in self.module.named_buffers():
-                    buffer.copy_(kept[name])
         return not torch.allclose(*outputs, equal_nan=True)
 
     def draws(self, federation: Federation, x: Tensor) -> bool:
@@ -260,13 +266,10 @@ class PlainModule:
         changes most pairs of passes not at all.
         """
         self.module.train()
-        kept = self._copy_buffers()
-        with self._quiet():
+        with self._try():
             before = self._generator_state()
             self._run(federation, x)
             after = self._generator_state()
-            for name, buffer in self.module.named_buffers():
-                buffer.copy_(kept[name])
         return not torch.equal(before, after)
 
     def _generator_state(self) -> Tensor:

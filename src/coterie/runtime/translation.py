@@ -360,9 +360,7 @@ class _Comparison:
             plain.load(layout, row)
             run = plain.train if training else plain.evaluate
             values = run(self.ours.federation, *plain.cast(x, y))
-            # No quantity has a name that begins with "none": then all are kept.
-            left_out = "buffer" if private else "none"
-            found.append({k: v for k, v in values.items() if not k.startswith(left_out)})
+            found.append(_drop_buffers(values) if private else values)
         return found
 
     def measure_rounding(
@@ -454,11 +452,9 @@ class _Comparison:
             each = []
             for at in range(len(x)):
                 sample = slice(at, at + 1)
-                each.append(self.plain.train(self.ours.federation, x[sample], y[sample]))
-            means = {}
-            for name in each[0]:
-                if not name.startswith("buffer"):
-                    means[name] = torch.stack([one[name] for one in each]).mean(0)
+                values = self.plain.train(self.ours.federation, x[sample], y[sample])
+                each.append(_drop_buffers(values))
+            means = {name: torch.stack([one[name] for one in each]).mean(0) for name in each[0]}
             if find_gaps(own, means, 10 * self.limit, None, {}):
                 return
         raise ModelError(
@@ -521,8 +517,7 @@ class _Comparison:
         count, half = len(x), len(x) // 2
 
         def step(part: slice) -> Values:
-            found = self.plain.train(federation, x[part], y[part])
-            return {name: one for name, one in found.items() if not name.startswith("buffer")}
+            return _drop_buffers(self.plain.train(federation, x[part], y[part]))
 
         # Halves of one sample are no batches: a normalization refuses them, as it does in a run.
         if half < 2:
@@ -556,9 +551,8 @@ class _Comparison:
         """Return a model with the buffers that a step on some samples leaves."""
         layout, after = self.ours.task.layout, row.clone()
         left = self.plain.train(self.ours.federation, x, y)
-        for slot in layout.slots:
-            if slot.start >= layout.trainable:
-                after[slot.start : slot.stop] = left[f"buffer {slot.name}"].flatten().to(row)
+        for slot in layout.state_slots:
+            after[slot.start : slot.stop] = left[f"buffer {slot.name}"].flatten().to(row)
         return after
 
     def compare_steps(self, rows: Tensor, local: LocalTraining, steps: int) -> None:
@@ -625,11 +619,10 @@ class _Comparison:
         another order.
         """
         shares = torch.zeros_like(slopes)
-        for slot in self.ours.task.layout.slots:
-            if slot.stop <= shares.shape[1]:
-                part = slice(slot.start, slot.stop)
-                size = self.rounding.explain(f"gradient of {slot.name}")
-                shares[:, part] = size / slopes[:, part].clamp(min=1e-30)
+        for slot in self.ours.task.layout.trained_slots:
+            part = slice(slot.start, slot.stop)
+            size = self.rounding.explain(f"gradient of {slot.name}")
+            shares[:, part] = size / slopes[:, part].clamp(min=1e-30)
         return shares
 
     def _step_plain(
@@ -646,7 +639,7 @@ class _Comparison:
             The trained parameters afterwards, and the size of each entry of the gradients.
         """
         layout = self.ours.task.layout
-        slots = [slot for slot in layout.slots if slot.stop <= layout.trainable]
+        slots = layout.trained_slots
         after = at[:, : layout.trainable].clone()
         sizes = torch.zeros_like(after)
         for row, values in enumerate(self.ours.train(at)):
@@ -664,6 +657,10 @@ class _Comparison:
                 for view, one in zip(views, own, strict=True):
                     view.copy_(one)
         return after, sizes
+
+
+def _drop_buffers(values: Values) -> Values:
+    return {name: one for name, one in values.items() if not name.startswith("buffer")}
 
 
 def _trace_layers(module: nn.Module, run: Callable[[], Any]) -> dict[str, tuple[Any, ...]]:
