@@ -35,7 +35,8 @@ from coterie.engine._choice import default_block, make_engine
 from coterie.engine._work import RawSamples, TrainingWork
 from coterie.engine.optim import LocalTraining
 from coterie.functional.losses import make_loss
-from coterie.models.layout import InputConversion, Layout
+from coterie.models.given import InputConversion
+from coterie.models.layout import Layout
 from coterie.rng import Rng
 
 # transformers imports it where it is, and it fails where it was built for another PyTorch.

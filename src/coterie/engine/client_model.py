@@ -17,14 +17,8 @@ from coterie.engine._base import MODULE_ERRORS
 from coterie.engine.options import EngineOptions, InitMode, ModelSpec
 from coterie.errors import ConfigError, ModelError
 from coterie.functional.ranks import ClientRanks
-from coterie.models.given import list_kept_tensors
-from coterie.models.layout import (
-    InputConversion,
-    Layout,
-    draw_initial_params,
-    make_template,
-    resolve_model,
-)
+from coterie.models.given import InputConversion, list_kept_tensors
+from coterie.models.layout import Layout, draw_initial_params, make_template, resolve_model
 from coterie.models.outputs import OutputConversion
 from coterie.models.part import ParameterSharing
 from coterie.models.pretrained import AdapterConfig

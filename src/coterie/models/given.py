@@ -1,9 +1,11 @@
-"""A module that a user gives: refused where it cannot be trained, its lazy layers materialized."""
+"""A module that a user gives: why it is refused, what it takes, and the shapes of lazy layers."""
 
 import copy
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -144,6 +146,43 @@ def _copy_lazy_module(module: nn.Module) -> nn.Module:
     return copy_deeply(module, memo)
 
 
+@dataclass(frozen=True)
+class InputConversion:
+    """How one tensor of numbers becomes the arguments of a module's `forward`.
+
+    Args:
+        parts: the tensors that it is made of, one after another; empty where it is one.
+        whole: without parts: whether the module takes whole numbers (int64).
+    """
+
+    parts: tuple[InputPart, ...] = ()
+    whole: bool = False
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Return the arguments: a hook before `forward`."""
+        if not self.parts and self.whole:
+            return (args[0].long(), *args[1:]), kwargs
+        if not self.parts:
+            return args, kwargs
+        given, named, start = [], dict(kwargs), 0
+        for part in self.parts:
+            stop = start + math.prod(part.shape)
+            # A part without axes is one number a sample.
+            value = args[0][:, start:stop].unflatten(1, part.shape or (1,))
+            if not part.shape:
+                value = value.squeeze(1)
+            if part.whole:
+                value = value.to(torch.int64)
+            start = stop
+            if part.name:
+                named[part.name] = value
+            else:
+                given.append(value)
+        return tuple(given), named
+
+
 class ModuleMaker:
     """Makes the modules of a model: a factory, or a module whose lazy layers have no weights yet.
 
@@ -188,12 +227,14 @@ class ModuleMaker:
     def _materialize(self, module: nn.Module, lazy: list[str]) -> nn.Module:
         """Give lazy layers their shapes by a forward pass of zeros, in evaluation."""
         was_training, errors = module.training, []
+        convert = InputConversion(self.parts)
         with torch.no_grad():
             # Numbers first; embeddings take whole numbers alone.
             for dtype in (torch.get_default_dtype(), torch.int64):
+                # Two samples: one would do, but not for every layer.
+                args, named = convert(module, (torch.zeros(2, *self.features, dtype=dtype),), {})
                 try:
                     # In evaluation, so that the zeros reach no running statistics.
-                    args, named = self._make_arguments(dtype)
                     module.eval()(*args, **named)
                     break
                 except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -209,21 +250,6 @@ class ModuleMaker:
                 "input, or use layers with sizes"
             )
         return module.train(was_training)
-
-    def _make_arguments(self, dtype: torch.dtype) -> tuple[list[Tensor], dict[str, Tensor]]:
-        samples = 2  # one would do, but not for every layer
-        if not self.parts:
-            return [torch.zeros(samples, *self.features, dtype=dtype)], {}
-        given, named = [], {}
-        for part in self.parts:
-            value = torch.zeros(samples, *part.shape, dtype=dtype)
-            if part.whole:
-                value = value.to(torch.int64)
-            if part.name:
-                named[part.name] = value
-            else:
-                given.append(value)
-        return given, named
 
 
 def copy_deeply(module: ModuleType, memo: dict[int, Any] | None = None) -> ModuleType:

@@ -33,6 +33,7 @@ from coterie.errors import RETURN_HINT, ConfigError, ModelError, describe_unknow
 from coterie.models import networks, pretrained
 from coterie.models.draws import KeyedDraws
 from coterie.models.given import (
+    InputConversion,
     ModuleMaker,
     check_module,
     copy_deeply,
@@ -126,43 +127,6 @@ def copy_module(module: nn.Module) -> nn.Module:
     # What the memo of a deep copy holds already is not copied.
     frozen = {id(one): one for one in module.parameters() if not one.requires_grad}
     return copy_deeply(module, frozen)
-
-
-@dataclass(frozen=True)
-class InputConversion:
-    """How one tensor of numbers becomes the arguments of a module's `forward`.
-
-    Args:
-        parts: the tensors that it is made of, one after another; empty where it is one.
-        whole: without parts: whether the module takes whole numbers (int64).
-    """
-
-    parts: tuple[InputPart, ...] = ()
-    whole: bool = False
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Any]:
-        """Return the arguments: a hook before `forward`."""
-        if not self.parts and self.whole:
-            return (args[0].long(), *args[1:]), kwargs
-        if not self.parts:
-            return args, kwargs
-        given, named, start = [], dict(kwargs), 0
-        for part in self.parts:
-            stop = start + math.prod(part.shape)
-            # A part without axes is one number a sample.
-            value = args[0][:, start:stop].unflatten(1, part.shape or (1,))
-            if not part.shape:
-                value = value.squeeze(1)
-            if part.whole:
-                value = value.to(torch.int64)
-            start = stop
-            if part.name:
-                named[part.name] = value
-            else:
-                given.append(value)
-        return tuple(given), named
 
 
 @dataclass(frozen=True)

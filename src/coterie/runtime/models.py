@@ -40,9 +40,8 @@ from coterie.functional.adapters import find_pairs
 from coterie.functional.losses import to_probabilities
 from coterie.functional.ranks import cut_tensors
 from coterie.functional.scores import Form
-from coterie.models.given import copy_deeply
+from coterie.models.given import InputConversion, copy_deeply
 from coterie.models.layout import (
-    InputConversion,
     ModelSource,
     NamedModel,
     Slot,

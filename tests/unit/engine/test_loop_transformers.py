@@ -20,7 +20,8 @@ from coterie.engine._work import EvaluationPairs, RawSamples, TrainingWork, step
 from coterie.engine.optim import LocalTraining
 from coterie.functional.losses import make_loss
 from coterie.models.draws import KeyedDraws
-from coterie.models.layout import InputConversion, Layout
+from coterie.models.given import InputConversion
+from coterie.models.layout import Layout
 
 transformers = pytest.importorskip("transformers")
 

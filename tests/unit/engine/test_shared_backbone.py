@@ -27,7 +27,8 @@ from coterie.engine.options import Workload
 from coterie.errors import ModelError
 from coterie.functional.losses import make_loss
 from coterie.models.draws import KEY, KeyedDraws
-from coterie.models.layout import InputConversion, Layout
+from coterie.models.given import InputConversion
+from coterie.models.layout import Layout
 from coterie.testing import tiny_federation, tiny_settings
 from coterie.testing.methods import run_grouped
 
