@@ -194,11 +194,11 @@ class Models(Described):
     def facts(self) -> tuple[str, dict[str, Any]]:
         """Return a title and a short description by name."""
         # Not strict: names are empty where clients are numbers.
-        recipe, names = self.spec, dict(zip(self.spec.ids, self.spec.names, strict=False))
-        return f"Models of {recipe.label!r} with seed {recipe.seed}", {
-            "clients": f"{len(recipe.ids)} ({format_clients(names, recipe.ids)})",
-            "module": recipe.module,
-            "evaluated": recipe.evaluated,
+        spec, names = self.spec, dict(zip(self.spec.ids, self.spec.names, strict=False))
+        return f"Models of {spec.label!r} with seed {spec.seed}", {
+            "clients": f"{len(spec.ids)} ({format_clients(names, spec.ids)})",
+            "module": spec.module,
+            "evaluated": spec.evaluated,
             "folder": self.folder or "none: nothing was written",
         }
 
@@ -318,20 +318,20 @@ class Models(Described):
         return self._cut_to_rank(tensors, self._find_rank(client))
 
     def load_row(self, client: int | str, which: Which = "evaluated") -> Float[Tensor, " params"]:
-        """Return the model of a client as a row of the recipe's entries; see `model`."""
-        recipe, place = self.spec, self.find_row(client)
+        """Return the model of a client as a row of the specification's entries; see `model`."""
+        spec, place = self.spec, self.find_row(client)
         require(which in get_args(Which), "which", which, "'evaluated', 'best_val' or 'final'")
-        if recipe.missing:
-            raise ModelError(recipe.missing)
+        if spec.missing:
+            raise ModelError(spec.missing)
         wanted = which
         if which == "evaluated":
-            wanted = recipe.evaluated
+            wanted = spec.evaluated
         # In memory after a run; from the files of a run that was loaded.
         if wanted in self.loaded_rows:
             return self.loaded_rows[wanted][place].cpu()
-        if wanted not in recipe.tensors:
+        if wanted not in spec.tensors:
             raise ConfigError(
-                f"which is {which!r}; this run kept only {', '.join(map(repr, recipe.tensors))}: "
+                f"which is {which!r}; this run kept only {', '.join(map(repr, spec.tensors))}: "
                 f"evaluate = {wanted!r} "
                 "would keep it"
             )
@@ -341,7 +341,7 @@ class Models(Described):
                 f"{', '.join(map(repr, self.loaded_rows))}: give "
                 "simulate a folder"
             )
-        return _load_stored_row(self.folder, *recipe.tensors[wanted], place, recipe.rounds)
+        return _load_stored_row(self.folder, *spec.tensors[wanted], place, spec.rounds)
 
     def _name_tensors(
         self, row: Float[Tensor, " params"], entries: Sequence[TensorEntry]
@@ -366,10 +366,10 @@ class Models(Described):
 
     def _make_template(self) -> nn.Module:
         """Return a module of the class that was trained, with meaningless values."""
-        recipe = self.spec
+        spec = self.spec
         if self.network is None:
             raise ModelError(
-                f"this run has a module of your own, a {recipe.module}, which was given from "
+                f"this run has a module of your own, a {spec.module}, which was given from "
                 "Python; give it again: "
                 "load_models(folder, model=...), or on the command line its import path: --model "
                 "package.module:Net"
@@ -379,7 +379,7 @@ class Models(Described):
             # `get_extra_state` may give entries that are no tensors.
             if isinstance(tensor, Tensor):
                 found[name] = tuple(tensor.shape)
-        wanted = {one.name: one.shape for one in recipe.state}
+        wanted = {one.name: one.shape for one in spec.state}
         if found != wanted:
             odd = next(name for name in {**wanted, **found} if found.get(name) != wanted.get(name))
             raise ModelError(
@@ -458,7 +458,7 @@ class Models(Described):
         """
         require(kind in get_args(Kind), "kind", kind, "'outputs', 'probabilities' or 'classes'")
         require(batch_size >= 1, "batch_size", batch_size, "at least 1")
-        recipe, select_output = self.spec, OutputConversion(self.spec.output)
+        spec, select_output = self.spec, OutputConversion(self.spec.output)
         samples, module = self.convert_inputs(client, x), self.model(client, which)
         found = []
         with torch.no_grad():
@@ -468,18 +468,18 @@ class Models(Described):
         outputs = torch.cat(found)
         if kind == "outputs":
             return outputs
-        chances = to_probabilities(recipe.form, outputs, recipe.class_axis)
+        chances = to_probabilities(spec.form, outputs, spec.class_axis)
         if kind == "probabilities":
             return chances
-        if recipe.form == "labels":
+        if spec.form == "labels":
             # Each label is a choice of its own, so there is no largest one.
             return (chances > 0.5).to(torch.int64).numpy()
-        axis = recipe.class_axis
-        if recipe.form == "class":
+        axis = spec.class_axis
+        if spec.form == "class":
             axis = -1
         classes = chances.argmax(axis).numpy()
-        if recipe.class_names:
-            classes = np.array(recipe.class_names)[classes]
+        if spec.class_names:
+            classes = np.array(spec.class_names)[classes]
         return classes
 
     # ------------------------------------------------------------------ files
@@ -548,7 +548,7 @@ def collect_models(
     state, hidden, fixed = _list_entries(own, slots, layout.other_tensors())
     lost = {slot.name for slot in slots} - {one.name for one in (*state, *hidden)}
     assert missing or not lost, f"trained tensors are in no model taken home: {sorted(lost)}"
-    recipe = SavedModelSpec(
+    spec = SavedModelSpec(
         label=label,
         method=loop.method.kind,
         seed=loop.rng.seed,
@@ -571,7 +571,7 @@ def collect_models(
         output=layout.output.name,
         frozen=_frozen.name_file(fixed),
     )
-    return Models(recipe, fixed, federation.fitted, model, held, folder)
+    return Models(spec, fixed, federation.fitted, model, held, folder)
 
 
 def list_files(folder: Path) -> list[str]:
@@ -610,19 +610,19 @@ folder of a finished run, <study>/<method>/seed-<n>
         )
     _check_file(path, FILE)
     with safe_open(str(path / FILE), framework="pt") as file:
-        recipe = SavedModelSpec.from_json(json.loads((file.metadata() or {})["coterie"]))
+        spec = SavedModelSpec.from_json(json.loads((file.metadata() or {})["coterie"]))
         # `file` is no mapping, so it can be read by `keys` alone.
         kept = [name for name in file.keys() if name not in (_ROWS, _ROW_OF)]  # noqa: SIM118
         tensors = {name: file.get_tensor(name) for name in kept}
     fixed = select_prefix(_FIXED, tensors)
-    if recipe.frozen:
-        _check_file(path, recipe.frozen)
-        fixed |= _frozen.load_file(path / recipe.frozen)
+    if spec.frozen:
+        _check_file(path, spec.frozen)
+        fixed |= _frozen.load_file(path / spec.frozen)
     network = model
-    if network is None and recipe.model is not None:
-        stored = recipe.model
+    if network is None and spec.model is not None:
+        stored = spec.model
         network = NamedModel(stored["kind"], stored["options"], adapter=stored.get("adapter", {}))
-    return Models(recipe, fixed, unstack_fitted(tensors), network, folder=path)
+    return Models(spec, fixed, unstack_fitted(tensors), network, folder=path)
 
 
 def _describe_named_model(model: ModelSource) -> dict[str, Any] | None:
