@@ -207,20 +207,18 @@ def load_pretrained(name: str, outputs: int, options: Mapping[str, Any] | None =
             ) from error
 
 
-def attach_adapter(module: nn.Module, adapter: Mapping[str, Any] | AdapterConfig) -> nn.Module:
+def attach_adapter(module: nn.Module, adapter: Mapping[str, Any]) -> nn.Module:
     """Return a model of peft: a module whose own weights are frozen, with a new adapter.
 
     Args:
         module: it becomes a part of the model.
-        adapter: see `AdapterConfig`.
+        adapter: the settings of an `AdapterConfig`.
 
     Raises:
         ConfigError: when peft is missing, or a setting is not known.
         ModelError: when the module has no such layers.
     """
-    config = adapter
-    if not isinstance(config, AdapterConfig):
-        config = parse_settings(AdapterConfig, dict(config), "model.adapter")
+    config = parse_settings(AdapterConfig, dict(adapter), "model.adapter")
     peft = _import("peft", f"model.adapter {config.kind!r}")
     target: Any = list(config.target) or None
     # peft takes this word as a text, and names of layers as a list.

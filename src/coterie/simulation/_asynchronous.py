@@ -146,9 +146,8 @@ class AsynchronousLoop(Loop):
         self.read_reports: Reports = {}
         self.train_reports: Reports = {}
         self.judged: Reports = {}
-        self._ended: list[
-            tuple[Tensor, Tensor, Report]
-        ] = []  # clients, rounds, reports: in this span
+        # of the rounds that ended in this span: clients, numbers, reports
+        self._ended: list[tuple[Tensor, Tensor, Report]] = []
         self._queue: list[tuple[int, int]] = []  # the end of each round that has begun, and whose
         self._apart = set[str]()  # what clients in several rounds cannot do together
 

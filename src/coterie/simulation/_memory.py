@@ -202,8 +202,8 @@ def estimate_method_memory(
 ) -> tuple[int, int]:
     """Return the bytes of a method's memory, and of what clients publish besides models.
 
-    The method's own `init` and `message` are called for two small populations, and the shapes of
-    their tensors are extrapolated, so nothing large is allocated. A task of a block of the
+    The method's own `init_state` and `publish` are called for two small populations, and the shapes
+    of their tensors are extrapolated, so nothing large is allocated. A task of a block of the
     population counts its clients' share of what they remember and publish, and all of what a server
     keeps.
 

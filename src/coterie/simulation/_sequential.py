@@ -124,7 +124,7 @@ class LiveExchange(StandingExchange):
         """Read the newest messages of the chosen peers in this exchange.
 
         Raises:
-            ConfigError: when the method publishes something else than its `messages` announced.
+            ConfigError: when the method sends something else than its `publish` announced.
         """
         # A method that exchanges more often has no table for that exchange.
         if self._number >= len(self.boards):

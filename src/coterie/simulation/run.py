@@ -298,6 +298,7 @@ def simulate(
     end_unguarded_import()
     settings = settings or Settings()
     _check_types(federation, method, model, settings)
+    label = label or method.kind
     # Seeds are stored as 64-bit integers with a sign.
     require(
         isinstance(seed, Integral) and 0 <= seed < 2**63,
@@ -340,13 +341,16 @@ def simulate(
         )
         reporting: AbstractContextManager[Any] = nullcontext()
         if notes is not None:
-            reporting = report_compiling(lambda text: notes(Note(label or method.kind, seed, text)))
+            reporting = report_compiling(lambda text: notes(Note(label, seed, text)))
         with reporting:
             own = dataclasses.replace(settings, **began)
             task = make_task(taking, method, model, own, follows_phases=True)
             # A compiler may be missing here: then another engine runs, for a reason of its own.
             if why and task.engine.name == began["engine"]:
                 task.engine.reason = why
+        # The engine and the block of the whole population: neither a block of clients nor newcomers
+        # may choose others, since engines agree only up to rounding.
+        fixed = dataclasses.replace(settings, engine=task.engine.name, block=task.block)
         if host is None:
             check_memory(task, taking, method, settings, stored=folder is not None)
             loop = _make_loop(
@@ -354,9 +358,6 @@ def simulate(
             )
         else:
             check_driver_memory(task, taking, method, settings)
-            # The engine and the block of the whole population: a block of clients must not choose
-            # others, since engines agree only up to rounding.
-            fixed = dataclasses.replace(settings, engine=task.engine.name, block=task.block)
             plan = RunPlan(taking, method, model, fixed, seed, attacked)
             hidden = attackers.make_attacker_mask(attacked, task.population)
             loop = host(plan, task, _make_record(federation, settings, parts, hidden, data))
@@ -372,16 +373,16 @@ def simulate(
                 earlier = {"wall_s": math.nan, "train_s": math.nan, **earlier}
         for line in loop.check_translation(taking):
             if notes is not None:
-                notes(Note(label or method.kind, seed, line))
+                notes(Note(label, seed, line))
         written, pause = time.perf_counter(), settings.checkpoint_seconds
         # Large tensors of a round are reused in the next one.
         with pages.reuse_pages():
             while not loop.is_finished:
                 loop.run_next_round()
                 if observer is not None:
-                    observer(_make_progress(loop, label or method.kind, seed, started))
+                    observer(_make_progress(loop, label, seed, started))
                 elif bar is not None:
-                    now = _make_progress(loop, label or method.kind, seed, started)
+                    now = _make_progress(loop, label, seed, started)
                     bar.done = now.round + 1
                     bar.draw_sometimes(f"{now.run_name}: {now.describe_round()}")
                 # Not after the last round: the checkpoint below follows at once.
@@ -406,21 +407,13 @@ def simulate(
                     saved()
             params = loop.evaluate_final()
             if bar is not None:  # why no faster engine, and what compiling would gain
-                now = _make_progress(loop, label or method.kind, seed, started)
+                now = _make_progress(loop, label, seed, started)
                 bar.results.append(f"engine: {now.engine}")
                 bar.draw(f"{now.run_name}: {now.describe_round()}")
             if parts is not None:
-                # as compared with the others
-                engine = {"engine": task.engine.name, "block": task.block}
-                join_newcomers(
-                    loop,
-                    make_task(
-                        parts.all_clients, method, model, dataclasses.replace(settings, **engine)
-                    ),
-                    parts,
-                )
+                join_newcomers(loop, make_task(parts.all_clients, method, model, fixed), parts)
         timing = _collect_timing(loop, started, earlier)
-        models = collect_models(loop, model, label or method.kind, folder)
+        models = collect_models(loop, model, label, folder)
         if settings.check:
             loop.translation = {**loop.translation, "home": check_models_home(models, loop)}
         if folder is not None:
@@ -429,7 +422,7 @@ def simulate(
                 saved()
     metrics = loop.record.metrics
     return Run(
-        label or method.kind, seed, method, settings, metrics, loop.record.edges, timing, params,
+        label, seed, method, settings, metrics, loop.record.edges, timing, params,
         list_diverged_clients(metrics), folder, federation.names_by_id, models, task.engine.reason,
     )  # fmt: skip
 

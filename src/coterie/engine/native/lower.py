@@ -1744,15 +1744,9 @@ def _count_entries(x: Value, axes: Sequence[int]) -> Size:
 
 def _common_shape(values: Sequence[Value]) -> tuple[Size, ...]:
     """Return the shape that values are broadcast to."""
-    return _broadcast([value.shape for value in values])
-
-
-def _broadcast(shapes: Sequence[Sequence[Size]]) -> tuple[Size, ...]:
-    """Return the shape that shapes are broadcast to."""
-    rank = max(map(len, shapes), default=0)
-    result: list[Size] = [1] * rank
-    for shape in shapes:
-        for k, size in enumerate(reversed(shape), 1):
+    result: list[Size] = [1] * max((len(value.shape) for value in values), default=0)
+    for value in values:
+        for k, size in enumerate(reversed(value.shape), 1):
             if size != 1:
                 result[-k] = size
     return tuple(result)
