@@ -20,6 +20,10 @@ MIN_BYTES = 1 << 20
 """Tables smaller than this number of bytes are stored unchanged."""
 _MAX_SHARE = 0.75  # of the table: a compact form above this size is not worth it
 _CHUNK_ROWS = 64  # packed at a time, so that no second copy of the table exists
+_KNOWN = {
+    torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.float32,
+    torch.float64,
+}  # fmt: skip
 _KEPT, _SHORT, _LONG, _WHICH = "#kept", "#short", "#long", "#which"
 
 
@@ -41,7 +45,7 @@ def pack_table(
         table: only two-dimensional tables are made smaller.
     """
     whole = {name: table}
-    if table.ndim != 2 or table.nbytes < MIN_BYTES or table.dtype not in _UNSIGNED:
+    if table.ndim != 2 or table.nbytes < MIN_BYTES or table.dtype not in _KNOWN:
         return whole, None
     rows = table.detach().cpu().contiguous()
     kept, parts, room = [], [], 0
@@ -93,13 +97,6 @@ def unpack_table(
         part[some] = values[start : start + number]
         start += number
     return out
-
-
-_UNSIGNED = {
-    torch.bool: np.uint8, torch.int8: np.uint8, torch.uint8: np.uint8, torch.int16: np.uint16,
-    torch.int32: np.uint32, torch.int64: np.uint64, torch.float32: np.uint32,
-    torch.float64: np.uint64,
-}  # fmt: skip
 
 
 def _view_as_bits(array: np.ndarray) -> np.ndarray:

@@ -127,11 +127,11 @@ def explain_cluster_metrics(
     scores, reasons = {metrics.N_CLUSTERS.name: float(len(label.unique()))}, {}
     measures: dict[str, Callable[[], float]] = {}
     if truth is not None:
-        measures |= {metrics.RAND.name: lambda: metrics.rand_index(truth, label)}
-        measures |= {metrics.ADJUSTED_RAND.name: lambda: metrics.adjusted_rand_index(truth, label)}
+        measures[metrics.RAND.name] = lambda: metrics.rand_index(truth, label)
+        measures[metrics.ADJUSTED_RAND.name] = lambda: metrics.adjusted_rand_index(truth, label)
     if counts.shape[1]:
-        measures |= {metrics.WAS.name: lambda: metrics.wasserstein_silhouette(counts, label)}
-        measures |= {metrics.WADB.name: lambda: metrics.wasserstein_davies_bouldin(counts, label)}
+        measures[metrics.WAS.name] = lambda: metrics.wasserstein_silhouette(counts, label)
+        measures[metrics.WADB.name] = lambda: metrics.wasserstein_davies_bouldin(counts, label)
     for name, measure in measures.items():
         # The measures give their reasons as warnings, which become text of the report.
         with warnings.catch_warnings(record=True) as said:
@@ -209,13 +209,11 @@ def average_over_rounds(
     """
     # Round -1 is the warm-up, in which nothing is mixed.
     rounds = table.loc[((table["split"] == "train") & (table["round"] >= 0)).to_numpy()]
-    found = {name: rounds.loc[(rounds["metric"] == name).to_numpy()] for name in names}
-    means = {}
-    for name, rows in found.items():
+    found = {}
+    for name in names:
+        rows = rounds.loc[(rounds["metric"] == name).to_numpy()]
         if len(rows):
-            means[name] = pd.Series(rows.groupby("client")["value"].mean())
-    tensors = {}
-    for name, one in means.items():
-        # A copy, since pandas may give memory that must not be written to.
-        tensors[name] = torch.from_numpy(one.reindex(clients).to_numpy(dtype=float).copy())
-    return tensors
+            means = pd.Series(rows.groupby("client")["value"].mean())
+            # A copy, since pandas may give memory that must not be written to.
+            found[name] = torch.from_numpy(means.reindex(clients).to_numpy(dtype=float).copy())
+    return found

@@ -568,8 +568,7 @@ class AsynchronousLoop(Loop):
     def _snapshot_clients(self) -> dict[str, Tensor]:
         """Return what is known of the rounds that have begun."""
         out: dict[str, Tensor] = {}
-        for part, tensors in list_parts(self.flight).items():
-            out |= {f"flight.{part}.{place}": value for place, value in enumerate(tensors)}
+        out |= prefix_keys("flight.", list_parts(self.flight))
         for name in _ARRAYS:
             out[name] = torch.from_numpy(getattr(self, name).copy())
         for name in _REPORTS:
@@ -589,11 +588,10 @@ class AsynchronousLoop(Loop):
     def _restore_clients(self, tensors: Mapping[str, Tensor]) -> None:
         """Restore the result of `_snapshot_clients`."""
         self.state, self.flight = copy_state(self.state), copy_state(self.state)
-        for part, owned in list_parts(self.flight).items():
-            for place, mine in enumerate(owned):
-                stored = tensors[f"flight.{part}.{place}"]
-                # Lists of members may be longer than in the state.
-                mine.resize_(stored.shape).copy_(stored)
+        for name, mine in list_parts(self.flight).items():
+            stored = tensors[f"flight.{name}"]
+            # Lists of members may be longer than in the state.
+            mine.resize_(stored.shape).copy_(stored)
         for name in _ARRAYS:
             setattr(self, name, tensors[name].numpy().copy())
         for name in _REPORTS:
@@ -630,13 +628,12 @@ def copy_state(state: State) -> State:
     )
 
 
-def list_parts(state: State) -> dict[str, list[Tensor]]:
-    """Return the tensors of a state that have a row for each client, by what they are of."""
-    return {
-        "params": [state.params],
-        "memory": list_tensors(state.memory),
-        "moments": list_tensors(state.moments),
-    }
+def list_parts(state: State) -> dict[str, Tensor]:
+    """Return the tensors of a state that have a row for each client, by the names of checkpoints."""
+    found = {"params.0": state.params}
+    for name, owner in (("memory", state.memory), ("moments", state.moments)):
+        found |= prefix_keys(f"{name}.", dict(enumerate(list_tensors(owner))))
+    return found
 
 
 def note_reports(rows: Int[Tensor, " rows"], info: Info) -> Reports:

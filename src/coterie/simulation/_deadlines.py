@@ -284,8 +284,7 @@ class DeadlineLoop(Loop):
         """Return who still trains, and what comes of it."""
         out = {"busy": self.busy}
         if self.flight is not None:
-            for name, owned in list_parts(self.flight).items():
-                out |= prefix_keys(f"flight.{name}.", dict(enumerate(owned)))
+            out |= prefix_keys("flight.", list_parts(self.flight))
         return out
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -296,6 +295,5 @@ class DeadlineLoop(Loop):
         held = select_prefix("flight.", tensors)
         self.flight = copy_state(self.state) if held else None
         if self.flight is not None:
-            for name, owned in list_parts(self.flight).items():
-                for place, mine in enumerate(owned):
-                    mine.copy_(held[f"{name}.{place}"])
+            for name, mine in list_parts(self.flight).items():
+                mine.copy_(held[name])
