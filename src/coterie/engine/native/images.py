@@ -310,7 +310,7 @@ class ImageLowering(Lowering):
             g = self.program.store(g, order)
         gx = gw = gb = None
         if mask[2]:
-            gb = self._shaped(self.program.reduce([g], [0, 2, 3], "sum")[0], [conv.o])
+            gb = self._reduce(g, [0, 2, 3], False, "sum")
         if mask[1]:
             gw = self._weights_back(g, x, w, conv)
             # The rim of the kernel meets padding alone, so its gradient is zero.
@@ -458,7 +458,7 @@ class ImageLowering(Lowering):
             read_pair(dilation),
         )
         sizes = (inner, h, w, ho, wo, *chain.from_iterable(pairs))
-        last = _flag(tuple(order) != PLANES)
+        last = str(tuple(order) != PLANES).lower()
         return f"Windows<{', '.join(map(str, sizes))}, {last}>", many
 
     def _op_max_pool2d_with_indices(
@@ -511,6 +511,26 @@ class ImageLowering(Lowering):
         )
         return gx
 
+    def _average(
+        self, kernel: str, x: Value, g: Value | None, options: tuple[Any, Any, Any], rest: str = ""
+    ) -> Value:
+        """Return means of windows over images `x`, or with `g` the gradient from there.
+
+        Args:
+            kernel: the C++ of the kernel, with a place for its windows.
+            x: the images.
+            g: gradient of the means.
+            options: size of the windows, stride and padding.
+            rest: further arguments of the kernel.
+        """
+        means = self._kind.shape if g is None else g.shape
+        source, order = self._pooled(x if g is None else g)
+        made = self._target(self._kind.shape if g is None else x.shape, self.dtype, order)
+        windows, many = self._windows(x, means, *options, 1, order)
+        call = f"{kernel.format(windows)}({many}, {source}, {_name(made)}{rest});"
+        self.program.emit(call, [_buffer(source)], [_name(made)])
+        return made
+
     def _op_avg_pool2d(
         self,
         x: Value,
@@ -521,12 +541,8 @@ class ImageLowering(Lowering):
         whole: bool = True,
         divisor: int | None = None,
     ) -> Value:
-        source, order = self._pooled(x)
-        y = self._target(self._kind.shape, self.dtype, order)
-        windows, many = self._windows(x, self._kind.shape, kernel, stride, padding, 1, order)
-        call = f"average<{windows}>({many}, {source}, {_name(y)}, {int(whole)}, {divisor or 0});"
-        self.program.emit(call, [_buffer(source)], [_name(y)])
-        return y
+        rest = f", {int(whole)}, {divisor or 0}"
+        return self._average("average<{}>", x, None, (kernel, stride, padding), rest)
 
     def _op_avg_pool2d_backward(
         self,
@@ -539,40 +555,14 @@ class ImageLowering(Lowering):
         whole: bool,
         divisor: int | None,
     ) -> Value:
-        source, order = self._pooled(g)
-        gx = self._target(x.shape, self.dtype, order)
-        windows, many = self._windows(x, g.shape, kernel, stride, padding, 1, order)
-        call = (
-            f"average_back<{windows}>({many}, {source}, {_name(gx)}, {int(whole)}, {divisor or 0});"
-        )
-        self.program.emit(call, [_buffer(source)], [_name(gx)])
-        return gx
-
-    def _areas(
-        self,
-        x: Value,
-        y: Sequence[Size],
-        source: str,
-        target: Value,
-        order: Sequence[int],
-        back: bool,
-    ) -> None:
-        """Average areas of images `x` to the shape `y`, or with `back` the gradient from there."""
-        windows, many = self._windows(x, y, 1, 1, 0, 1, order)
-        call = f"areas<{windows}, {_flag(back)}>({many}, {source}, {_name(target)});"
-        self.program.emit(call, [_buffer(source)], [_name(target)])
+        rest = f", {int(whole)}, {divisor or 0}"
+        return self._average("average_back<{}>", x, g, (kernel, stride, padding), rest)
 
     def _op__adaptive_avg_pool2d(self, x: Value, _size: Any) -> Value:
-        source, order = self._pooled(x)
-        y = self._target(self._kind.shape, self.dtype, order)
-        self._areas(x, self._kind.shape, source, y, order, False)
-        return y
+        return self._average("areas<{}, false>", x, None, (1, 1, 0))
 
     def _op__adaptive_avg_pool2d_backward(self, g: Value, x: Value) -> Value:
-        source, order = self._pooled(g)
-        gx = self._target(x.shape, self.dtype, order)
-        self._areas(x, g.shape, source, gx, order, True)
-        return gx
+        return self._average("areas<{}, true>", x, g, (1, 1, 0))
 
     def _op_upsample_nearest2d(
         self, x: Value, size: Sequence[Size], *scales: float | None
@@ -590,7 +580,7 @@ class ImageLowering(Lowering):
         down, right = _copies(shape, size, scales)
         # A pixel gets the sum of the gradients of its copies.
         parts = self._shaped(g, [n, c, h, down, w, right])
-        return self._op_squeeze(self.program.reduce([parts], [3, 5], "sum")[0], [3, 5])
+        return self._reduce(parts, [3, 5], False, "sum")
 
 
 def _copies(
@@ -715,10 +705,6 @@ class _Convolution:
             self.dw,
         )
         return f"Shape<{', '.join(map(str, numbers))}>"
-
-
-def _flag(value: bool) -> str:
-    return str(value).lower()
 
 
 def _shift(address: str, numbers: int) -> str:

@@ -1153,14 +1153,10 @@ class Lowering:
         """Return mean and mean squared distance from it."""
         count = _count_entries(x, axes)
         # In two passes: the mean square less the squared mean would cancel digits.
-        mean = self._computed(
-            lambda a: f"({a} / T({count}))", self.program.reduce([x], axes, "sum")[0]
-        )
+        share = f"({{}} / T({count}))".format
+        mean = self._computed(share, self._reduce(x, axes, True, "sum"))
         distance = self._pointwise(lambda a, m: f"(({a} - {m}) * ({a} - {m}))", x, mean)
-        variance = self._computed(
-            lambda a: f"({a} / T({count}))", self.program.reduce([distance], axes, "sum")[0]
-        )
-        return mean, variance
+        return mean, self._computed(share, self._reduce(distance, axes, True, "sum"))
 
     def _computed(self, make: Callable[[str], str], x: Value) -> Value:
         return self.program.store(combine(make, [x], self.dtype, 1, x.shape))
@@ -1207,63 +1203,53 @@ class Lowering:
     # -------------------------------------------------------------- softmax and losses of classes
 
     def _op__softmax(self, x: Value, axis: int, _half: bool = False) -> Value:
-        axis %= len(x.shape)
         x = self.program.store(x)
-        # Without its peak taken off, a power could overflow.
-        top = self.program.reduce([x], [axis], "peak")[0]
-        powers = self.program.store(self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top))
-        total = self._computed(
-            lambda a: f"(1 / {a})", self.program.reduce([powers], [axis], "sum")[0]
-        )
+        powers = self.program.store(self._powers(x, self._reduce(x, axis, True, "peak")))
+        total = self._computed(lambda a: f"(1 / {a})", self._reduce(powers, axis, True, "sum"))
         return self._map(lambda a, s: f"({a} * {s})", powers, total)
 
     def _op__safe_softmax(self, x: Value, axis: int, *_options: Any) -> Value:
-        axis %= len(x.shape)
         x = self.program.store(x)
         # A row of -inf alone, as a mask makes it, has powers and a total of 0, and so becomes
         # zeros.
-        top = self.program.reduce([x], [axis], "peak")[0]
+        top = self._reduce(x, axis, True, "peak")
         powers = self._pointwise(
             lambda a, m: f"exponential({a} - chosen({m} == -INFINITY, 0, {m}))", x, top
         )
         powers = self.program.store(powers)
         total = self._computed(
-            lambda a: f"chosen({a} == 0, 0, 1 / {a})",
-            self.program.reduce([powers], [axis], "sum")[0],
+            lambda a: f"chosen({a} == 0, 0, 1 / {a})", self._reduce(powers, axis, True, "sum")
         )
         return self._map(lambda a, s: f"({a} * {s})", powers, total)
 
+    def _powers(self, x: Value, top: Value) -> Value:
+        """Return powers of e; without the peak `top` taken off, one could overflow."""
+        return self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top)
+
     def _op__softmax_backward_data(self, g: Value, y: Value, axis: int, _dtype: Any) -> Value:
         g, y = self.program.store(g), self.program.store(y)
-        total = self.program.reduce(
-            [self._pointwise(lambda a, b: f"({a} * {b})", g, y)], [axis % len(y.shape)], "sum"
-        )[0]
+        products = self._pointwise(lambda a, b: f"({a} * {b})", g, y)
+        total = self._reduce(products, axis, True, "sum")
         return self._map(lambda a, b, s: f"(({a} - {s}) * {b})", g, y, total)
 
     def _op__log_softmax(self, x: Value, axis: int, _half: bool = False) -> Value:
-        axis %= len(x.shape)
         x = self.program.store(x)
-        top = self.program.reduce([x], [axis], "peak")[0]
-        powers = self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top)
-        total = self.program.reduce([powers], [axis], "sum")[0]
+        top = self._reduce(x, axis, True, "peak")
+        total = self._reduce(self._powers(x, top), axis, True, "sum")
         log = self.program.store(self._pointwise(lambda s, m: f"(std::log({s}) + {m})", total, top))
         return self._map(lambda a, s: f"({a} - {s})", x, log)
 
     def _op__log_softmax_backward_data(self, g: Value, y: Value, axis: int, _dtype: Any) -> Value:
         g = self.program.store(g)
-        total = self.program.reduce([g], [axis % len(y.shape)], "sum")[0]
+        total = self._reduce(g, axis, True, "sum")
         return self._map(lambda a, b, s: f"({a} - exponential({b}) * {s})", g, y, total, cost=10)
 
     def _op_logsumexp(self, x: Value, axes: Any, keepdim: bool = False) -> Value:
         x = self.program.store(x)
-        gone = self._axes(x, axes)
-        top = self.program.reduce([x], gone, "peak")[0]
-        powers = self._pointwise(lambda a, m: f"exponential({a} - {m})", x, top)
-        total = self.program.reduce([powers], gone, "sum")[0]
+        top = self._reduce(x, axes, True, "peak")
+        total = self._reduce(self._powers(x, top), axes, True, "sum")
         result = self._map(lambda s, m: f"(std::log({s}) + {m})", total, top, cost=8)
-        if keepdim:
-            return result
-        return self._op_squeeze(result, gone)
+        return result if keepdim else self._op_squeeze(result, self._axes(x, axes))
 
     def _op_nll_loss_forward(
         self, x: Value, y: Value, weight: Value | None, reduction: int, ignore: int

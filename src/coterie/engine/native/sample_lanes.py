@@ -156,7 +156,7 @@ class SampleLowering(ImageLowering):
         row, grads = conv.wo + 2 * left, g.memory.pointer
         gx = gw = gb = None
         if mask[2]:
-            gb = self._bias_gradient(g, conv)
+            gb = self._reduce(g, [0, 2, 3], False, "sum")
         if mask[0]:
             gx = self._input_gradient(grads, row, x, w, conv)
         if mask[1]:
@@ -173,7 +173,7 @@ class SampleLowering(ImageLowering):
         pooled = _grid(conv.o, height, width, width)
         gw = gb = None
         if mask[2]:
-            gb = self._bias_gradient(g, conv)
+            gb = self._reduce(g, [0, 2, 3], False, "sum")
         # A first layer needs the gradient of its weights alone, which takes pooled gradients with
         # their places as they are.
         if not mask[0]:
@@ -204,9 +204,6 @@ class SampleLowering(ImageLowering):
         if mask[1]:
             gw = self._weight_gradient(inside.pointer, row, x, w, conv)
         return [gx, gw, gb]
-
-    def _bias_gradient(self, g: Value, conv: _Convolution) -> Value:
-        return self._shaped(self.program.reduce([g], [0, 2, 3], "sum")[0], [conv.o])
 
     def _input_gradient(
         self, grads: str, row: int, x: Value, w: Value, conv: _Convolution
