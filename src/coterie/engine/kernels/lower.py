@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from coterie._util.mappings import map_values
-from coterie.engine.native.loops import dense_strides
+from coterie.engine.native.loops import common_shape, dense_strides
 from coterie.engine.native.trace import Dim, NotTraceableError, Operation, Ratio, Ref, Size, Trace
 from coterie.models.layout import Layout, Slot
 
@@ -194,16 +194,6 @@ def _expanded(value: KernelValue, shape: Sequence[Size]) -> KernelValue:
         return value.at(["0" if size == 1 else index for index, size in kept], mask)
 
     return view_as(value, shape, at)
-
-
-def _common_shape(values: Sequence[KernelValue]) -> tuple[Size, ...]:
-    rank = max((len(one.shape) for one in values), default=0)
-    shape: list[Size] = [1] * rank
-    for one in values:
-        for axis, size in enumerate(one.shape, rank - len(one.shape)):
-            if size != 1:
-                shape[axis] = size
-    return tuple(shape)
 
 
 def _power_of_two(number: int) -> int:
@@ -666,7 +656,7 @@ class KernelLowering:
             raise NotTraceableError(f"numbers of type {str(dtype).removeprefix('torch.')}")
         values = [one for one in operands if isinstance(one, KernelValue)]
         floating = dtype.is_floating_point or any(one.dtype.is_floating_point for one in values)
-        shape = _common_shape(values)
+        shape = common_shape([one.shape for one in values])
         parts: list[Any] = []
         for one in operands:
             if isinstance(one, KernelValue):
@@ -730,7 +720,7 @@ class KernelLowering:
     def _op_where(self, condition: KernelValue, a: Any, b: Any) -> KernelValue:
         values = [condition, *(one for one in (a, b) if isinstance(one, KernelValue))]
         made = self._map("tl.where({0}, {1}, {2})", _as_is(condition), a, b)
-        return _expanded(made, _common_shape(values))
+        return _expanded(made, common_shape([one.shape for one in values]))
 
     def _op_leaky_relu(self, x: KernelValue, slope: float = 0.01) -> KernelValue:
         return self._map("tl.where({0} > 0, {0}, {0} * {1})", x, float(slope), cost=2)

@@ -164,6 +164,16 @@ def combine(
     return Value(tuple(shape), tuple(leaves), text, dtype, cost + sum(v.cost for v in values))
 
 
+def common_shape(shapes: Sequence[Sequence[Size]]) -> tuple[Size, ...]:
+    """Return the shape that shapes are broadcast to."""
+    result: list[Size] = [1] * max(map(len, shapes), default=0)
+    for shape in shapes:
+        for k, size in enumerate(reversed(shape), 1):
+            if size != 1:
+                result[-k] = size
+    return tuple(result)
+
+
 def expand(value: Value, shape: Sequence[Size]) -> Value:
     """Return a value broadcast to a shape."""
     if tuple(shape) == value.shape:
@@ -381,14 +391,12 @@ class Program:
         results = [in_memory(name, kept_shape, strides, dtype) for name in names]
         targets = [expand(result, shape).leaves[0] for result in results]
         reads = [leaf.buffer for leaf in _leaves_of(values)]
-        columns = None
-        if kept and order[-1] in kept:
-            columns = shape[kept[-1]]
-        # Sums side by side are arrays on the stack, whose size is a constant of the program.
-        if kind == "sum" and isinstance(columns, int) and columns <= _COLUMNS:
-            text = self._sums_of_columns(shape, kept, gone, values, targets)
-        elif kind == "sum":
-            text = self._sums_of_rows(shape, kept, gone, values, targets)
+        if kind == "sum":
+            width = shape[kept[-1]] if kept and order[-1] in kept else None
+            # Sums side by side are arrays on the stack, whose size is a constant of the program.
+            if not isinstance(width, int) or width > _COLUMNS:
+                width = None
+            text = self._sums(shape, kept, gone, values, targets, width)
         else:
             text = self._extremes(shape, kept, gone, values[0], targets[0], kind)
         self.emit(text, reads, names)
@@ -427,60 +435,39 @@ class Program:
         return None
 
     @staticmethod
-    def _entries(
-        values: Sequence[Value], leaves: Sequence[Leaf], names: Sequence[str]
-    ) -> list[str]:
-        entries, start = [], 0
-        for value in values:
-            count = len(value.leaves)
-            entries.append(value.make([leaf.text(names) for leaf in leaves[start : start + count]]))
-            start += count
-        return entries
-
-    def _sums_of_rows(
-        self,
+    def _sums(
         shape: Sequence[Size],
         kept: list[int],
         gone: list[int],
         values: Sequence[Value],
         targets: list[Leaf],
+        width: int | None,
     ) -> str:
-        """Sum where the innermost axis is summed: a sum a row, added up in parts."""
+        """Sum in parts: a sum a row, or `width` sums side by side where the innermost axis stays."""
         leaves = (*targets, *_leaves_of(values))
-        nest = Nest(shape, leaves, [*kept, *gone], split=len(kept))
-        entries = self._entries(values, nest.leaves[len(targets) :], nest.names)
+        if width is None:
+            nest = Nest(shape, leaves, [*kept, *gone], split=len(kept))
+            loop, at, room = "", "", " = 0"
+        else:
+            order = [*kept[:-1], *gone, kept[-1]]
+            nest = Nest(shape, leaves, order, split=len(kept) - 1, last=True)
+            name = nest.names[kept[-1]]
+            loop = f"for (long {name} = 0; {name} < {width}; {name}++) "
+            at, room = f"[{name}]", f"[{width}] = {{}}"
         lines, totals, stores = [], [], []
         # `nest.leaves` has the targets first.
-        for k, (entry, target) in enumerate(zip(entries, nest.leaves, strict=False)):
-            lines.append(f"part{k} += {entry};")
-            totals.append(f"double total{k} = 0;")
-            stores.append(f"{target.text(nest.names)} = total{k};")
-        body = nest.summed("", lines, len(values))
-        return nest.outer(f"{{ {' '.join(totals)} {body} {' '.join(stores)} }}")
-
-    def _sums_of_columns(
-        self,
-        shape: Sequence[Size],
-        kept: list[int],
-        gone: list[int],
-        values: Sequence[Value],
-        targets: list[Leaf],
-    ) -> str:
-        """Sum where the innermost axis stays: its entries are summed side by side, in parts."""
-        columns = kept[-1]
-        width = shape[columns]
-        leaves = (*targets, *_leaves_of(values))
-        nest = Nest(shape, leaves, [*kept[:-1], *gone, columns], split=len(kept) - 1, last=True)
-        name = nest.names[columns]
-        entries = self._entries(values, nest.leaves[len(targets) :], nest.names)
-        loop = f"for (long {name} = 0; {name} < {width}; {name}++)"
-        lines, totals, stores = [], [], []
-        # `nest.leaves` has the targets first.
-        for k, (entry, target) in enumerate(zip(entries, nest.leaves, strict=False)):
-            lines.append(f"part{k}[{name}] += {entry};")
-            totals.append(f"double total{k}[{width}] = {{}};")
-            stores.append(f"{loop} {target.text(nest.names)} = total{k}[{name}];")
-        body = nest.summed(f"VECTORIZE {loop}", lines, len(values), str(width))
+        start = len(targets)
+        for k, (value, target) in enumerate(zip(values, nest.leaves, strict=False)):
+            own = nest.leaves[start : start + len(value.leaves)]
+            start += len(own)
+            entry = value.make([leaf.text(nest.names) for leaf in own])
+            lines.append(f"part{k}{at} += {entry};")
+            totals.append(f"double total{k}{room};")
+            stores.append(f"{loop}{target.text(nest.names)} = total{k}{at};")
+        around, columns = "", ""
+        if width is not None:
+            around, columns = f"VECTORIZE {loop}".rstrip(), str(width)
+        body = nest.summed(around, lines, len(values), columns)
         return nest.outer(f"{{ {' '.join(totals)} {body} {' '.join(stores)} }}")
 
     def _extremes(

@@ -22,6 +22,7 @@ from coterie.engine.native.loops import (
     Value,
     by_strides,
     combine,
+    common_shape,
     dense_strides,
     expand,
     in_memory,
@@ -288,7 +289,7 @@ class Lowering:
                     pieces.append(next(given))
             return make(*pieces)
 
-        shape = _common_shape(values)
+        shape = common_shape([value.shape for value in values])
         return combine(entry, values, dtype, cost, shape)
 
     def _arithmetic(
@@ -1028,7 +1029,7 @@ class Lowering:
         return self._added((rows, g.shape[-1]), 0, index, g)
 
     def _condition(self, make: Callable[..., str], *values: Value) -> Value:
-        return combine(make, values, torch.bool, 1, _common_shape(values))
+        return combine(make, values, torch.bool, 1, common_shape([value.shape for value in values]))
 
     def _op_index_put(
         self, x: Value, indices: Sequence[Value | None], g: Value, accumulate: bool = False
@@ -1162,7 +1163,7 @@ class Lowering:
         return self.program.store(combine(make, [x], self.dtype, 1, x.shape))
 
     def _pointwise(self, make: Callable[..., str], *values: Value) -> Value:
-        return combine(make, values, self.dtype, 2, _common_shape(values))
+        return combine(make, values, self.dtype, 2, common_shape([value.shape for value in values]))
 
     def _scale(self, variance: Value, eps: float) -> Value:
         """Return 1 / standard deviation."""
@@ -1726,13 +1727,3 @@ def _each(reduction: int) -> None:
 def _count_entries(x: Value, axes: Sequence[int]) -> Size:
     """Return the number of entries along some axes together."""
     return math.prod([x.shape[axis] for axis in axes])
-
-
-def _common_shape(values: Sequence[Value]) -> tuple[Size, ...]:
-    """Return the shape that values are broadcast to."""
-    result: list[Size] = [1] * max((len(value.shape) for value in values), default=0)
-    for value in values:
-        for k, size in enumerate(reversed(value.shape), 1):
-            if size != 1:
-                result[-k] = size
-    return tuple(result)
