@@ -22,7 +22,7 @@ from coterie.engine.kernels.lower import (
     Product,
     view_as,
 )
-from coterie.engine.native.trace import NotTraceableError, Size, fixed_sizes, read_pair
+from coterie.engine.native.trace import NotTraceableError, Size, fixed_sizes, read_windows
 
 Found = tuple[str, list[str]]  # an index, and what must hold for it to be one
 Rule = Callable[[Name, str, str], Found]
@@ -612,12 +612,7 @@ class KernelImageLowering(KernelLowering):
         """Return the windows of a pooling along rows and columns."""
         if len(x.shape) != 4:
             raise NotTraceableError("pooling of a single image")
-        options = (
-            read_pair(kernel),
-            read_pair(stride, kernel),
-            read_pair(padding),
-            read_pair(dilation),
-        )
+        options = read_windows(kernel, stride, padding, dilation)
         sizes = zip(fixed_sizes(x.shape[2:]), fixed_sizes(outs[2:]), *options, strict=True)
         return [Windows(*given) for given in sizes]
 

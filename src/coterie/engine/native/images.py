@@ -24,7 +24,8 @@ from coterie.engine.native.trace import (
     evaluate_size,
     fixed_sizes,
     read_pair,
-)  # fmt: skip
+    read_windows,
+)
 
 # Axes of N x C x H x W from the outermost to the innermost: neighbors in memory are channels,
 # pixels or samples.
@@ -216,16 +217,20 @@ class ImageLowering(Lowering):
         _output_padding: Any,
         groups: int,
     ) -> Value:
-        # The kernel has one row too.
-        if len(x.shape) == 3:  # over a sequence: images of one row
+        given = x
+        x, w, conv = self._read_convolution(x, w, stride, padding, dilation, transposed, groups)
+        y = self._convolved(x, w, bias, conv)
+        return y if x is given else self._op_squeeze(y, 2)
+
+    def _read_convolution(
+        self, x: Value, w: Value, stride: Any, padding: Any, dilation: Any, *rest: Any
+    ) -> tuple[Value, Value, "_Convolution"]:
+        """Return the images, weights and numbers of a convolution; a sequence is images of one row."""
+        if len(x.shape) == 3:
             x, w = self._op_unsqueeze(x, 2), self._op_unsqueeze(w, 2)
-            wide = _Convolution(
-                x, w, [1, *stride], [0, *padding], [1, *dilation], transposed, groups
-            )
-            return self._op_squeeze(self._convolved(x, w, bias, wide), 2)
-        return self._convolved(
-            x, w, bias, _Convolution(x, w, stride, padding, dilation, transposed, groups)
-        )
+            # The kernel has one row too.
+            stride, padding, dilation = [1, *stride], [0, *padding], [1, *dilation]
+        return x, w, _Convolution(x, w, stride, padding, dilation, *rest)
 
     def _convolved(self, x: Value, w: Value, bias: Value | None, conv: "_Convolution") -> Value:
         n, c, o, taps, w = x.shape[0], conv.c, conv.o, conv.taps, conv.useful(w)
@@ -287,15 +292,11 @@ class ImageLowering(Lowering):
         groups: int,
         mask: Sequence[bool],
     ) -> list[Value | None]:
-        if len(x.shape) == 3:
-            g, x, w = self._op_unsqueeze(g, 2), self._op_unsqueeze(x, 2), self._op_unsqueeze(w, 2)
-            wide = _Convolution(
-                x, w, [1, *stride], [0, *padding], [1, *dilation], transposed, groups
-            )
-            gx, gw, gb = self._convolved_back(g, x, w, wide, mask)
-            return [gx and self._op_squeeze(gx, 2), gw and self._op_squeeze(gw, 2), gb]
-        conv = _Convolution(x, w, stride, padding, dilation, transposed, groups)
-        return self._convolved_back(g, x, w, conv, mask)
+        x, w, conv = self._read_convolution(x, w, stride, padding, dilation, transposed, groups)
+        if len(g.shape) == 4:
+            return self._convolved_back(g, x, w, conv, mask)
+        gx, gw, gb = self._convolved_back(self._op_unsqueeze(g, 2), x, w, conv, mask)
+        return [gx and self._op_squeeze(gx, 2), gw and self._op_squeeze(gw, 2), gb]
 
     def _convolved_back(
         self, g: Value, x: Value, w: Value, conv: "_Convolution", mask: Sequence[bool]
@@ -451,12 +452,7 @@ class ImageLowering(Lowering):
         if tuple(order) == SAMPLES:
             many, inner = inner, many
         _c, ho, wo = fixed_sizes(y[1:])
-        pairs = (
-            read_pair(kernel),
-            read_pair(stride, kernel),
-            read_pair(padding),
-            read_pair(dilation),
-        )
+        pairs = read_windows(kernel, stride, padding, dilation)
         sizes = (inner, h, w, ho, wo, *chain.from_iterable(pairs))
         last = str(tuple(order) != PLANES).lower()
         return f"Windows<{', '.join(map(str, sizes))}, {last}>", many
@@ -628,11 +624,7 @@ class _Convolution:
             raise NotTraceableError("a transposed or three-dimensional convolution")
         self.c, self.h, self.w = fixed_sizes(x.shape[1:])
         self.o, self.cg, self.kh, self.kw = fixed_sizes(w.shape)
-        self.stride, self.padding, (self.dh, self.dw) = (
-            read_pair(stride),
-            read_pair(padding),
-            read_pair(dilation),
-        )
+        self.stride, self.padding, (self.dh, self.dw) = map(read_pair, (stride, padding, dilation))
         self.groups, self.og = groups, self.o // groups
         self.ho = (self.h + 2 * self.padding[0] - self.dh * (self.kh - 1) - 1) // self.stride[0] + 1
         self.wo = (self.w + 2 * self.padding[1] - self.dw * (self.kw - 1) - 1) // self.stride[1] + 1

@@ -130,6 +130,13 @@ def read_pair(values: Any, default: Any = None) -> tuple[int, int]:
     return values[0], values[-1]
 
 
+def read_windows(
+    kernel: Any, stride: Any, padding: Any, dilation: Any
+) -> tuple[tuple[int, int], ...]:
+    """Return these options of a pooling for rows and columns; windows do not overlap by default."""
+    return read_pair(kernel), read_pair(stride, kernel), read_pair(padding), read_pair(dilation)
+
+
 @dataclass(frozen=True)
 class Ref:
     """A value of a trace."""
@@ -489,10 +496,8 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 def _plain_operations() -> Iterator[None]:
     """While active, PyTorch uses operations that a trace can name: no fused attention or oneDNN."""
     fast = torch.backends.mha.get_fastpath_enabled()
-    flash, efficient = (
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-    )
+    flash = torch.backends.cuda.flash_sdp_enabled()
+    efficient = torch.backends.cuda.mem_efficient_sdp_enabled()
     onednn = torch._C._get_mkldnn_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
