@@ -15,6 +15,7 @@ from coterie.errors import ConfigError
 
 if TYPE_CHECKING:  # it needs the extra for networks
     from coterie.net.decisions import Decisions
+    from coterie.net.service import Membership
 
 federation = typer.Typer(
     no_args_is_help=True,
@@ -147,12 +148,9 @@ def watch_federation(file: MemberFile, port: Port = 0, open_: Open = False) -> N
 
       coterie federation watch node.toml --open
     """
-    _net.check_packages()
-    from coterie.net import servicefile
+    membership = _open_membership(file)
     from coterie.net.federation_page import FederationPage
-    from coterie.net.service import Membership
 
-    membership = Membership.open(servicefile.load(file))
     with FederationPage(membership, port=port) as page:
         show_page(page, str(show_path(file)), open_=open_)
 
@@ -183,15 +181,13 @@ def propose_study(
       coterie propose study.toml
       coterie propose study.toml --data heart --quorum 3
     """
-    _net.check_packages()
+    membership = _open_membership(node)
     from coterie.data.build import DataConfig
-    from coterie.net import consent, nodefile, servicefile
-    from coterie.net.service import Membership
+    from coterie.net import consent, nodefile
     from coterie.net.statements import Proposal
     from coterie.studies import config
 
-    file = servicefile.load(node)
-    membership = Membership.open(file)
+    file = membership.file
     chosen, _, _ = nodefile.select_run(config.load_study(str(study)), method, seed)
     role = data or (chosen.data.dataset if isinstance(chosen.data.dataset, str) else "")
     file.find_source(role)
@@ -229,12 +225,9 @@ def propose_study(
 
 def list_studies(node: Path, name: str | None) -> None:
     """List the studies of a member, or describe one: what would leave the member."""
-    _net.check_packages()
-    from coterie.net import servicefile
+    membership = _open_membership(node)
     from coterie.net.decisions import Decisions
-    from coterie.net.service import Membership
 
-    membership = Membership.open(servicefile.load(node))
     state = membership.load_state()
     entries = membership.ledger.entries
     if name is not None:
@@ -309,10 +302,15 @@ def stop_study(name: Name, node: Node = _NODE) -> None:
 
 def _open(name: str, node: Path) -> "Decisions":
     """Return what this member may say about a study that was proposed."""
+    membership = _open_membership(node)
+    from coterie.net.decisions import Decisions
+
+    return Decisions(membership, membership.ledger.find(name))
+
+
+def _open_membership(node: Path) -> "Membership":
     _net.check_packages()
     from coterie.net import servicefile
-    from coterie.net.decisions import Decisions
     from coterie.net.service import Membership
 
-    membership = Membership.open(servicefile.load(node))
-    return Decisions(membership, membership.ledger.find(name))
+    return Membership.open(servicefile.load(node))
