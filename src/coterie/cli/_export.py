@@ -111,7 +111,9 @@ def export_models(
         frozen.append((out or Path("models")) / f"{_FROZEN}{FORMATS[chosen]}")
     files = _choose_files(models, clients, out, all_, FORMATS[chosen], {_FROZEN} if frozen else ())
     # All files first: nothing is written when one of them is in the way.
-    _require_writable([*files, *frozen], force)
+    for path in (*files, *frozen):
+        prepare_file(path)
+    _refuse_existing([*files, *frozen], force)
     study = _find_study_name(run)
     for name, path in zip(clients, files, strict=True):
         export_model(
@@ -154,13 +156,6 @@ def _load_samples(data: str, models: Any, client: str | int) -> Any:
     # Samples that exist, since a client's row is padded; sixteen show a difference as well as all
     # would.
     return read_inputs(federation.x[number][federation.split[number] >= 0][:16])
-
-
-def _require_writable(files: Sequence[Path], force: bool) -> None:
-    """Refuse to write when one of the files exists or cannot be written."""
-    for path in files:
-        prepare_file(path)
-    _refuse_existing(files, force)
 
 
 def _refuse_existing(paths: Sequence[Path], force: bool) -> None:

@@ -570,18 +570,15 @@ def count_cluster_content(run: StoredRun, by: str) -> tuple[list[str], np.ndarra
     return list(names.values()), (cluster[:, None] == np.array(list(names))).astype(int)
 
 
-def find_setting(run: StoredRun, name: str) -> Any:
-    """Find a number in the settings of a run: method, training, data, or study.
+def find_setting(run: StoredRun, name: str) -> int | float | None:
+    """Find a number in the settings of a run (method, training, data, study); None without one.
 
     Args:
         run: the run.
         name: the name of the setting; or its path, as in a sweep: `data.shift.0.concentration`.
     """
-    return _select_number(find_value(run.config, name))
-
-
-def _select_number(value: Any) -> int | float | None:
-    """Return a value if it is a number, else None; bool is a subclass of int."""
+    value = find_value(run.config, name)
+    # A bool is an int to Python.
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
 
 

@@ -4,8 +4,9 @@ It is served to this machine only, see `server`, and only reads run folders.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -50,7 +51,7 @@ class FolderFollower:
         """Return a short text that changes whenever a file of a run does."""
         digest = hashlib.sha256()
         # Sorted: the order in which a file system lists files must not change the signature.
-        for path in sorted(self._iterate_files()):
+        for path in sorted(chain.from_iterable(map(self.folder.rglob, WATCHED))):
             try:
                 found = path.stat()
             except FileNotFoundError:  # replaced or deleted since it was listed
@@ -58,10 +59,6 @@ class FolderFollower:
             # Time and size, not the content: the page asks every two seconds.
             digest.update(f"{path} {found.st_mtime_ns} {found.st_size}\n".encode())
         return digest.hexdigest()[:16]
-
-    def _iterate_files(self) -> Iterator[Path]:
-        for name in WATCHED:
-            yield from self.folder.rglob(name)
 
     def load_message(self) -> dict[str, Any]:
         """Return the page's data: `signature`, `subtitle` and `overview` as HTML, and `data`."""

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Float, Int
 
 from coterie._util import manifest
-from coterie._util.mappings import drop_keys
+from coterie._util.mappings import drop_keys, number_items
 from coterie._util.toml import parse_toml
 from coterie.errors import DataError, first_line
 from coterie.functional import metrics
@@ -429,7 +429,7 @@ def _find_run_folders(path: Path) -> list[Path]:
     for folder in folders:
         study = folder.parent.parent
         if study not in orders:
-            orders[study] = _order_methods(study)
+            orders[study] = number_items(dict.fromkeys(one for one, _ in find_planned_runs(study)))
 
     # Methods stand in the order of the study's file, unplanned ones behind them.
     def sort_key(folder: Path) -> tuple[str, int, str, int]:
@@ -445,12 +445,6 @@ def _parse_seed(folder: Path) -> int | None:
     """Return the seed in the name of a run's folder; None without one."""
     text = folder.name.removeprefix("seed-")
     return int(text) if text.isdigit() else None
-
-
-def _order_methods(study: Path) -> dict[str, int]:
-    """Return the position of each method in the study's file; empty without one."""
-    labels = dict.fromkeys(label for label, _ in find_planned_runs(study))
-    return dict(zip(labels, range(len(labels)), strict=True))
 
 
 def find_planned_runs(folder: Path) -> list[tuple[str, int]]:

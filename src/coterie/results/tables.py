@@ -203,7 +203,10 @@ def build_pairs_table(
     for i, pair in enumerate(pairs):
         effect = "–" if pair.effect is None else f"{pair.effect:.2f}"
         gained = "–" if pair.gained is None else f"{100 * pair.gained:.0f} %"
-        row = [f"{pair.method_a} over {pair.method_b}", _format_difference(pair, metric)]
+        difference, interval = comparing.format_difference(pair, metric)
+        if interval is not None:
+            difference += f" ({interval})"
+        row = [f"{pair.method_a} over {pair.method_b}", difference]
         row += [format_p_value(pair.p_corrected), effect, gained]
         rows.append((*row, "yes" if pair.established else "no"))
         # Column 1 is the difference.
@@ -221,11 +224,6 @@ def build_pairs_table(
     head = ("pair", "better by", "p", "effect", "gained", "established")
     title = f"Pairs of {studies}" if studies else "Pairs"
     return TextTable(f"{title}, {metric.heading(split)}, {number}", head, rows, foot, strong)
-
-
-def _format_difference(pair: Pair, metric: Metric) -> str:
-    difference, interval = comparing.format_difference(pair, metric)
-    return difference if interval is None else f"{difference} ({interval})"
 
 
 def format_p_value(p: float | None) -> str:
