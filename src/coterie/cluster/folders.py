@@ -72,13 +72,13 @@ def collect_update(folder: Path, known: Mapping[str, str]) -> tuple[FolderUpdate
     return FolderUpdate({name: (folder / name).read_bytes() for name in changed}, renamed), now
 
 
-def apply_update(parcel: FolderUpdate, folder: Path) -> None:
+def apply_update(update: FolderUpdate, folder: Path) -> None:
     """Write an update into the folder of the same run here, atomically.
 
     See `manifest.replace_files`.
     """
-    if parcel.files:
-        manifest.replace_files(folder, parcel.files, parcel.kept)
+    if update.files:
+        manifest.replace_files(folder, update.files, update.kept)
 
 
 @contextmanager

@@ -556,8 +556,8 @@ def _run_in_thread(
         def report_message(message: object) -> None:
             nonlocal known
             if isinstance(message, FilesSaved):
-                parcel, known = folders.collect_update(folder, known)
-                messages.put(("files", parcel))
+                update, known = folders.collect_update(folder, known)
+                messages.put(("files", update))
             else:
                 messages.put(("progress", message))
 
