@@ -109,14 +109,13 @@ class _WeightsAndBiases:
 
 
 _KINDS = {"tensorboard": _TensorBoard, "mlflow": _MLflow, "wandb": _WeightsAndBiases}
-TRACKERS = tuple(_KINDS)
 
 
 def make_opener(tracker: str, folder: str | Path) -> Opener:
     """Return a function that opens the writers of a tracker.
 
     Args:
-        tracker: a name of TRACKERS.
+        tracker: "tensorboard", "mlflow" or "wandb".
         folder: folder of its files.
 
     Raises:

@@ -113,13 +113,11 @@ def test_curves_end_where_a_model_diverges(study):
     np.testing.assert_array_equal(values[:, 2], [0.5, np.inf, np.inf])
     assert np.isnan(values[:, 0]).all()
     for label, expected in {"Good": [0.375] * 3, "Bad": [0.375, NAN, NAN]}.items():
-        _, mean = compute_mean_curve([load(study, label)], "validation", "accuracy")
+        _, mean = compute_mean_curve([load(study, label)], "accuracy")
         np.testing.assert_array_equal(mean, expected)
     # the other seed of "Bad" is well: the mean over seeds is of both
     both = [load(study, "Bad"), load(study, "Bad", 1)]
-    np.testing.assert_array_equal(
-        compute_mean_curve(both, "validation", "accuracy")[1], [0.375, NAN, NAN]
-    )
+    np.testing.assert_array_equal(compute_mean_curve(both, "accuracy")[1], [0.375, NAN, NAN])
     figure, table = plots.draw_curves([("Bad", load(study, "Bad"))], split="validation")
     own = table.loc[(table["metric"] == "accuracy").to_numpy(), "mean"]
     np.testing.assert_array_equal(own.to_numpy(float), [0.375, NAN, NAN])

@@ -39,7 +39,7 @@ def compute_costs(groups: dict[str, list[StoredRun]], metric: str) -> list[dict[
 
 
 def _compute_method_cost(runs: Sequence[StoredRun], metric: str) -> dict[str, Any]:
-    rounds, reached = compute_mean_curve(runs, "validation", metric)
+    rounds, reached = compute_mean_curve(runs, metric)
     shown = thin_indices(len(rounds), MOST_POINTS) if len(rounds) else np.zeros(0, dtype=np.int64)
     spent = mean_used(runs, rounds[shown], "bytes")
     assert spent is not None  # of every run, unlike times

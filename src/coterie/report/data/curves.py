@@ -183,11 +183,9 @@ def _build_client_curves(
     return [{"method": place, "rounds": rounds[shown].tolist(), "values": values}]
 
 
-def compute_mean_curve(
-    runs: Sequence[StoredRun], split: str, metric: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rounds and the mean of a metric; both empty when it was not recorded."""
-    rounds, tables = align_seeds(runs, split, metric)
+def compute_mean_curve(runs: Sequence[StoredRun], metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rounds and the mean of a validation metric; both empty without records of it."""
+    rounds, tables = align_seeds(runs, "validation", metric)
     means = np.zeros((len(tables), len(rounds)))
     for seed, values in enumerate(tables):
         means[seed] = mean_over_clients(values)
