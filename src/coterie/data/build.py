@@ -603,11 +603,11 @@ def _fit_preparations(
             without.append(place)
     if without:
         first = without[0]
-        who = repr(clients[first].name) if clients[first].name else str(first)
         warnings.warn(
             f"{len(without)} of {len(clients)} clients have columns without any value in their "
-            f"training rows (first: client {who}, column {found[first].empty[0]!r}); what is empty "
-            "there becomes 0, and any value too where columns are scaled",
+            f"training rows (first: {_describe_client(clients[first], first)}, column "
+            f"{found[first].empty[0]!r}); what is empty there becomes 0, and any value too where "
+            "columns are scaled",
             stacklevel=2,
         )
     return found
@@ -743,7 +743,7 @@ def _allocate_pools(
             # The error of a common pool speaks of all its clients, that of a group of one.
             if group is None:
                 raise
-            raise DataError(f"client {clients[rows[0]].name or rows[0]!r}: {error}") from None
+            raise DataError(f"{_describe_client(clients[rows[0]], rows[0])}: {error}") from None
         for row, part in zip(rows, parts, strict=True):
             out[row] = place[part]
     return out
@@ -989,8 +989,8 @@ class _TestSetMaker:
             name = self._client_name(row)
             if not len(own):
                 raise DataError(
-                    f"client {client.name or row!r} has no test samples; give it one at least, or "
-                    "leave it out"
+                    f"{_describe_client(client, row)} has no test samples; give it one at least, "
+                    "or leave it out"
                 )
             sets.append(self._make_test_set(source.test, own, client.recipe, name, row))
         return tuple(sets), torch.arange(len(sets))
