@@ -222,7 +222,6 @@ def from_table(
             "give either client (the column that says whose a row is) or num_clients (how many to "
             "make)"
         )
-    # A schema names the target itself.
     if target is None and schema is None:
         raise ConfigError("target is missing; name the column to learn")
     targets = [target] if isinstance(target, str) else list(target or ())
@@ -483,7 +482,6 @@ def from_datasets(
         by_client, test = _collate_clients(collate, by_client, test)
     x, y, owners = _read_clients(by_client, "dataset", form, split.seed, in_memory)
     partitions = hasattr(test, "load_partition")
-    # A list is a test set for each client, one dataset that of all.
     if isinstance(test, list | Mapping) or partitions:
         own = _list_by_client(list_partitions(test))
         # As text: a client may be a number in one table and text in the other.

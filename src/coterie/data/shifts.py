@@ -245,7 +245,6 @@ class DirichletPerClass(Shift):
             )
         # Raises when there are not enough samples for the minimum of all clients.
         apportion_total(sum(sizes), np.ones(len(sizes)), self.minimum)
-        # Together the clients use as many samples as without the shift, in the pool's class shares.
         budget = generator.multivariate_hypergeometric(present, sum(sizes), method="marginals")
         # All weights are drawn before any count: the order of draws decides stored results.
         weights = []

@@ -50,7 +50,6 @@ def rotate_images(
     # The clip makes every index legal; what is outside is filled below.
     place = torch.from_numpy(row.clip(0, height - 1) * width + column.clip(0, width - 1))
     turned = x.flatten(-2)[..., place.flatten()].reshape(x.shape)
-    # Floats are normalized already: their gray is 0.
     outside = torch.tensor(0 if x.is_floating_point() else fill, dtype=x.dtype)
     return torch.where(inside, turned, outside)
 

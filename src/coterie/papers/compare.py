@@ -575,7 +575,6 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
                     "a client of it has no finite value (it diverged)."
                 ] = None
         if found:
-            # The first method of a row stands for it.
             chosen = standing.setdefault(row, entry.label) != entry.label
             lines += [_judge_number(line, found, chosen=chosen) for line in found]
     # After the measured ones: they need no run, and have a table of their own.

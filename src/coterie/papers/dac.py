@@ -113,7 +113,6 @@ class PublishedDac(Dac):
         self, ids: Int[Tensor, " clients"], memory: PeerSimilarities | TableColumns, round: int
     ) -> Tensor:
         """Return the probabilities of drawing peers next ($p_{ij}$): clients x population."""
-        # unknown ones are 0
         # `considered` None: unknown members enter the softmax with 0. Otherwise they get the floor
         # alone.
         similarity, considered, tau = memory.similarity, None, self.tau_at(round)

@@ -125,7 +125,6 @@ class PublishedFedGwc(FedGwc, WithPresets):
         return torch.zeros(len(members), dtype=torch.float64)
 
     def _step_size(self, index: int, cohort: int, size: int) -> float:
-        # $\alpha_t = |P| / K_c$, or $\alpha (1 + t)^{-\kappa}$ from round 0.
         if self.alpha_rule == "local_rate":
             return cohort / size
         if self.alpha_rule == "decay":

@@ -161,7 +161,6 @@ def _describe_differences(
 
 def correct_together(found: Sequence[CrossComparison]) -> list[CrossComparison]:
     """Correct for the pairs of all comparisons, which are read as one."""
-    # Corrected together: all of them are asked in one comparison.
     asked = list(chain.from_iterable(one.pairs for one in found))
     corrected = iter(pairs.correct_p_values(asked))
     comparisons = []

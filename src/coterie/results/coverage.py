@@ -62,7 +62,6 @@ def format_seed_ranges(seeds: Iterable[int]) -> str:
     """
     groups: list[list[int]] = []
     for seed in sorted(set(seeds)):
-        # Consecutive numbers form one range.
         if groups and seed == groups[-1][-1] + 1:
             groups[-1].append(seed)
         else:
@@ -91,7 +90,6 @@ def format_statuses(statuses: Iterable[RunStatus]) -> list[str]:
         parts = []
         for state, seeds in states.items():
             parts.append(f"seed{'s' * (len(seeds) > 1)} {format_seed_ranges(seeds)} {state}")
-        # Methods of which the same is said share a line.
         labels_of.setdefault("; ".join(parts), []).append(label)
     return [f"{', '.join(labels)}: {text}" for text, labels in labels_of.items()]
 

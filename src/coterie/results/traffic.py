@@ -44,8 +44,6 @@ def predict_network_bytes(method: Method, setting: CostSetting, rounds: int) -> 
     if not method.server:
         return cost.bytes + ENVELOPE * (cost.models + cost.messages)
     fetched = rounds + 1 if once.models else 0
-    # Two messages about the cohort in each round and one after the last; request and reply for each
-    # exchange and each fetched model.
     messages = (2 * rounds + 1) + 2 * (2 * rounds + fetched)
     return (
         cost.bytes

@@ -536,7 +536,6 @@ def _parse_method(entry: object, settings: Settings, where: str, to_run: bool) -
     label = normalize_name(label)
     require(is_label(label), f"{where}: label", label, LABEL)
     own = _guess_own_keys(entry) if kind is None else _option_names(kind)
-    # A field of the method hides a setting of the same name.
     local = set(tables.settable_fields(LocalTraining)) - own
     run = set(tables.settable_fields(Settings)) - {"local"} - own
     where = f"methods.{label}"

@@ -23,7 +23,7 @@ LABEL = (
     "ends, '_' not first"
 )
 """What a label of a method may be: it names a folder. So does each part of a study's name."""
-_MAX_LABEL_BYTES = 200  # bytes
+_MAX_LABEL_BYTES = 200
 # Files of a study's folder, where labels are folders.
 _RESERVED_NAMES = {"config.toml", "federation.json", "summary.json", "report.html", "b2sums"}
 

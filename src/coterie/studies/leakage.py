@@ -145,7 +145,6 @@ def audit_study(
                 "a single one (secure_aggregation, or means of groups)"
             )
         own = entry.settings.local
-        # First without DP-SGD, then with that of the study or the given one.
         levels = [replace(own, dp=None)]
         if own.dp_settings or private:
             levels.append(replace(own, dp=own.dp_settings or private))
