@@ -28,8 +28,7 @@ from rich.table import Table
 from coterie import __version__
 from coterie._util.files import show_path
 from coterie._util.names import to_one_line
-from coterie.cli import _audit, _cluster, _compare, _export, _federation, _report
-from coterie.cli._net import add_commands
+from coterie.cli import _audit, _cluster, _compare, _export, _federation, _net, _report
 from coterie.cli._options import DataDir, Quiet, Set, StudyName, Workers
 from coterie.cli._stopping import describe_os_error, explain_interruption
 from coterie.errors import (
@@ -438,6 +437,8 @@ _compare.add_commands(app)
 _export.add_commands(app)
 _audit.add_commands(app)
 _cluster.add_commands(app)
+_net.add_commands(app)
+_federation.add_commands(app)
 
 
 def _run_and_show(
@@ -560,10 +561,6 @@ def _show_once(show: Callable[..., None]) -> Callable[..., None]:
             show(message, category, *place, **more)
 
     return show_new
-
-
-add_commands(app)
-_federation.add_commands(app)
 
 
 def _check_words(words: Sequence[str]) -> None:
