@@ -340,20 +340,21 @@ def write_roster(
         return
     if study is None or classes is None or not features:
         raise ConfigError("a roster names its study; give --study, --features and --classes")
-    parts = list(map(str.strip, features.split(",")))
-    if not all(map(str.isdigit, parts)):
-        raise ConfigError(
-            f"--features is {features!r}; expected whole numbers with commas between them, as "
-            "in 1,8,8"
-        )
-    # Checked above: digits alone.
-    shape = tuple(map(int, parts))
-    made = setup.write_roster(folder, study, shape, classes, server)
+    made = setup.write_roster(folder, study, _parse_shape(features), classes, server)
     typer.echo(
         f"{show_path(folder / 'roster.toml')}, version {made.version}: send it and "
         "roster.toml.sig to "
         "all members"
     )
+
+
+def _parse_shape(features: str) -> tuple[int, ...]:
+    sizes = list(map(str.strip, features.split(",")))
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise ConfigError(
+            f"--features is {features!r}; expected the shape of one input, as 3,32,32"
+        )
+    return tuple(map(int, sizes))
 
 
 @net.command("replay")
@@ -773,12 +774,7 @@ def _describe_engine(
     from coterie.engine.options import Workload
     from coterie.models.layout import Layout, make_template, resolve_model
 
-    sizes = features.split(",")
-    if not all(size.strip().isdigit() and int(size) for size in sizes):
-        raise ConfigError(
-            f"--features is {features!r}; expected the shape of one input, as 3,32,32"
-        )
-    shape = tuple(map(int, sizes))
+    shape = _parse_shape(features)
     layout = Layout(make_template(resolve_model(model, shape, outputs)))
     # Two samples: with one, layers that normalize by the batch cannot train.
     x, y = torch.zeros(2, *shape), torch.zeros(2, dtype=torch.int64)
