@@ -143,7 +143,7 @@ def _find_shards(folder: Path, split: str) -> list[Path]:
     for file in files:
         # Shards are named such as train-00000-of-00005.
         _, dash, total = file.stem.partition("-of-")
-        if dash and total.isdigit() and int(total) != len(files):
+        if dash and total.isdecimal() and int(total) != len(files):
             raise DataError(
                 f"{file.parent} has {len(files)} of the {int(total)} files of the split {split!r}; "
                 "fetch the others"

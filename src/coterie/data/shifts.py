@@ -433,7 +433,7 @@ def _parse_labels(group: str | Sequence[int]) -> tuple[int, ...]:
     out: list[int] = []
     for part in group.split(","):
         first, dash, last = part.strip().partition("-")
-        digits = first.isdigit() and (last.isdigit() or not dash)
+        digits = first.isdecimal() and (last.isdecimal() or not dash)
         require(digits, "groups", group, 'labels as a list or as text such as "0-9, 35-44"')
         out += range(int(first), int(last or first) + 1)
     return tuple(out)

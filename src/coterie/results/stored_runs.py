@@ -444,7 +444,7 @@ def _find_run_folders(path: Path) -> list[Path]:
 def _parse_seed(folder: Path) -> int | None:
     """Return the seed in the name of a run's folder; None without one."""
     text = folder.name.removeprefix("seed-")
-    return int(text) if text.isdigit() else None
+    return int(text) if text.isdecimal() else None
 
 
 def find_planned_runs(folder: Path) -> list[tuple[str, int]]:

@@ -168,6 +168,10 @@ def test_the_doctor_says_which_engine_trains_a_model_and_why(monkeypatch):
             "--features is '8x8'; expected the shape of one input",
         ),
         (
+            ("--model", "linear", "--features", "8²"),
+            "--features is '8²'; expected the shape of one input",
+        ),
+        (
             ("--model", "nowhere:Net"),
             "model 'nowhere:Net': there is no module 'nowhere'; install the package that has",
         ),

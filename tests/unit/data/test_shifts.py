@@ -487,6 +487,10 @@ def test_what_is_left_over_goes_around_the_end():
             [{"kind": "labels", "groups": ["0-x"]}],
             'labels as a list or as text such as "0-9, 35-44"',
         ),
+        (
+            [{"kind": "labels", "groups": ["0-3²"]}],
+            'labels as a list or as text such as "0-9, 35-44"',
+        ),
         ([{"kind": "label-swap", "swaps": [[[1, 1]]]}], "pairs of two labels"),
         ([{"kind": "label-swap", "swaps": [[[0, 1], [1, 2]]]}], "at most one pair"),
         ([{"kind": "k-fold", "folds": 11}], "at most the 10 classes"),

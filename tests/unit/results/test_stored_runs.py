@@ -59,6 +59,7 @@ def test_seeds_are_read_in_the_order_of_their_numbers(tmp_path, write_run, final
             tmp_path / "s" / "A" / f"seed-{seed}", kind="dac", label="A", seed=seed, metrics=rows
         )
     assert [run.seed for run in stored_runs.load_runs([tmp_path / "s"])[0]] == [2, 10]
+    assert stored_runs.UnreadableRun(tmp_path / "s" / "A" / "seed-2²", "damaged").seed == 0
 
 
 @pytest.mark.parametrize("make", [False, True])
