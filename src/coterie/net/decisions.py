@@ -40,9 +40,7 @@ class Decisions:
         if self.own not in proposal.members:
             return consent.describe_sending(proposal, None, self.own)
         study = parse_proposed(proposal.study, to_run=loads_code)
-        file = self.membership.file.make_node_file(
-            proposal.name, proposal.role, server=False, quorum=proposal.quorum
-        )
+        file = self.membership.make_node_file(proposal)
         rows = consent.load_role(file, proposal, study, (proposal.members.index(self.own),))
         if find_code(proposal.study) and not loads_code:
             rows = None

@@ -34,7 +34,7 @@ from coterie.net.keeper import Keeper, describe_changes
 from coterie.net.ledger import FAILED, Entry, Ledger
 from coterie.net.log import Log, MetricsServer, Sample
 from coterie.net.node import Node, RunSpec
-from coterie.net.nodefile import make_run_spec
+from coterie.net.nodefile import NodeFile, make_run_spec
 from coterie.net.outbox import Missing
 from coterie.net.payload import Refused, escape_text, parse_strict_json
 from coterie.net.process import exit_on_signal, host_node, locate_run
@@ -180,7 +180,7 @@ class Membership:
     own: Identity
     organizer: str
     ledger: Ledger
-    keeper: Keeper
+    keeper: FederationKeeper
 
     @staticmethod
     def open(file: ServiceFile, log: Callable[..., None] = lambda *_, **__: None) -> "Membership":
@@ -230,6 +230,17 @@ class Membership:
     def parse_study(self, entry: Entry) -> StudyConfig:
         """Return the study of an entry, with the modules that it names."""
         return statements.parse_proposed(entry.proposal.study, to_run=True)
+
+    def make_node_file(self, proposal: Proposal) -> NodeFile:
+        """Return the node file of a study.
+
+        Raises:
+            ConfigError: when this member has no data of its role.
+        """
+        server = proposal.server == self.own.name
+        return self.file.make_node_file(
+            proposal.name, proposal.role, server=server, quorum=proposal.quorum
+        )
 
     def locate_run(self, entry: Entry, study: StudyConfig) -> Path:
         """Return the folder of this member's run of a study."""
@@ -336,12 +347,11 @@ class Service:
         self._fault: BaseException | None = None
         self._over = frozenset[str]()  # runs in which this member takes part no more
         transport.allow_runs(
-            {"Studies": self._list_studies, "Statement": self._find_statement},
+            {"Studies": self._list_studies, "Statement": self.ledger.find_sealed},
             lambda run: run in self._over,
         )
         transport.serve_roster(lambda: self.keeper.sealed)
-        if isinstance(self.keeper, FederationKeeper):
-            self.keeper.on_change = self._adopt_roster
+        self.keeper.on_change = self._adopt_roster
         self.keeper.save_roster()
 
     # ------------------------------------------------------------------ what others ask
@@ -358,9 +368,6 @@ class Service:
                 "statements": self.ledger.list_digests(),
             }
         )
-
-    def _find_statement(self, digest: str) -> bytes:
-        return self.ledger.find_sealed(digest)
 
     # ------------------------------------------------------------------ what others have
 
@@ -452,7 +459,8 @@ class Service:
                 try:
                     study = self.membership.parse_study(entry)
                     number = proposal.members.index(self.name)
-                    consent.load_role(self._make_node_file(entry), proposal, study, (number,))
+                    file = self.membership.make_node_file(proposal)
+                    consent.load_role(file, proposal, study, (number,))
                 except (CoterieError, OSError) as error:
                     objections = [str(error)]
             if objections:
@@ -460,15 +468,6 @@ class Service:
             else:
                 self.membership.say("approval", entry)
                 self.log("approved", about=proposal.name, text="by the rules of node.toml")
-
-    def _make_node_file(self, entry: Entry) -> Any:
-        proposal = entry.proposal
-        return self.membership.file.make_node_file(
-            proposal.name,
-            proposal.role,
-            server=proposal.server == self.name,
-            quorum=proposal.quorum,
-        )
 
     # ------------------------------------------------------------------ which study runs
 
@@ -678,9 +677,8 @@ class Service:
     @contextmanager
     def _open_node(self, entry: Entry) -> Iterator[Node]:
         proposal, study = entry.proposal, self.membership.parse_study(entry)
-        plan, keeper = make_run_spec(study), self.keeper
-        assert isinstance(keeper, FederationKeeper)
-        of_study = StudyKeeper(keeper, lambda newest: derive_roster(proposal, newest, plan))
+        plan = make_run_spec(study)
+        of_study = StudyKeeper(self.keeper, lambda newest: derive_roster(proposal, newest, plan))
         log = replace(self.log, study=proposal.name, round=-1)
         before = self.log.also
 
@@ -696,7 +694,8 @@ class Service:
 
         try:
             with host_node(
-                self._make_node_file(entry), study, of_study, self.membership.own, log, open_links,
+                self.membership.make_node_file(proposal), study, of_study, self.membership.own, log,
+                open_links,
                 # They may have changed since they were approved, and be alike at most members.
                 check_rows=lambda rows: consent.check_data(consent.describe_data(rows), proposal),
             ) as node:  # fmt: skip
@@ -713,7 +712,9 @@ class Service:
             folder = self.membership.locate_run(entry, study)
             self._begun[proposal.digest] = folder
             if not checkpoint.is_finished(folder):
-                self.log("begins", about=proposal.name, peers=entry.list_taking_part(self.roster))
+                self.log(
+                    "begins", about=proposal.name, peers=entry.list_taking_part(self.keeper.roster)
+                )
                 with self._open_node(entry) as node:
                     self._node = node
                     # It may have been stopped while it was made.
@@ -737,11 +738,6 @@ class Service:
             self._note_failed(entry, escape_text(str(error) or type(error).__name__, 1000))
         finally:
             self._node = self._running = None
-
-    @property
-    def roster(self) -> Roster:
-        """The federation's newest roster."""
-        return self.keeper.roster
 
     def _write_state(self) -> None:
         """Write what this service does, if it has changed."""
@@ -819,5 +815,6 @@ def serve(path: Path, *, insecure: bool = False) -> None:
         stack.callback(service.stop)
         if file.metrics_port:
             stack.callback(MetricsServer(file.metrics_port, service.prometheus_samples).close)
-        log("serves", roster=service.roster.version, members=len(service.roster.members))
+        roster = membership.keeper.roster
+        log("serves", roster=roster.version, members=len(roster.members))
         service.run()

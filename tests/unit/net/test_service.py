@@ -495,7 +495,7 @@ def test_a_roster_of_somebody_else_changes_nothing(hall):
     north, made = hall.open("north"), hall.proposal()
     keeper = StudyKeeper(north.keeper, lambda newest: derive_roster(made, newest, spec(made)))
     assert keeper.accept_offer(b"\x00" * 200, "south") is None
-    assert north.roster == hall.roster
+    assert north.keeper.roster == hall.roster
 
 
 def test_how_a_study_stands_is_said_in_a_word(three):
