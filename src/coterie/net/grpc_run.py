@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from coterie.net.log import RateLimit, Sample
@@ -31,6 +31,31 @@ from coterie.net.wire import (
 CHANGES, WITHIN = 20, 200.0
 
 
+@dataclass(frozen=True)
+class Request:
+    """A question to a member, and what takes its answer.
+
+    Args:
+        run: the run that it is of.
+        peer: the member.
+        method: the name of the call.
+        question: its fields besides the run.
+        deadline: seconds for the whole answer.
+        take: receives the parts of the answer.
+        patience: seconds without any part of it; the deadline when None.
+        begin: called whenever the question is sent.
+    """
+
+    run: str
+    peer: str
+    method: str
+    question: Mapping[str, Any]
+    deadline: float
+    take: Callable[[bytes], None]
+    patience: float | None = None
+    begin: Callable[[], None] = lambda: None
+
+
 @runtime_checkable
 class Links(Protocol):
     """The links of a node to other members, which its runs share."""
@@ -38,18 +63,8 @@ class Links(Protocol):
     name: str
     clock: Callable[[], float]
 
-    def ask(
-        self,
-        run: str,
-        peer: str,
-        method: str,
-        question: Mapping[str, Any],
-        deadline: float,
-        take: Callable[[bytes], None],
-        patience: float | None = None,
-        begin: Callable[[], None] = lambda: None,
-    ) -> Missing | None:
-        """Ask a member, and give the parts of its answer to `take`; return why there is none."""
+    def ask(self, request: Request) -> Missing | None:
+        """Ask a member; return why there is no answer."""
         ...
 
     def announce(self, run: "GrpcRun", here: bool, wait: float) -> None:
@@ -179,7 +194,9 @@ class GrpcRun:
         # The peer gives up before this node does, so that its reason still arrives.
         question = {**asdict(at), "wait": round(WAIT * patience, 3)}
         try:
-            missing = self._ask(peer, "Message", question, deadline, take, patience, begin)
+            missing = self._ask(
+                Request(self.run, peer, "Message", question, deadline, take, patience, begin)
+            )
             if missing is not None:
                 return missing
             tensors = assembler.finish()
@@ -218,27 +235,17 @@ class GrpcRun:
             answer.extend(part)
 
         try:
-            missing = self._ask(peer, method, question, deadline, take)
+            missing = self._ask(Request(self.run, peer, method, question, deadline, take))
         except Refused as wrong:
             return Missing(f"refused:{wrong.code}", None, escape_text(wrong))
         return bytes(answer) if missing is None else missing
 
-    def _ask(
-        self,
-        peer: str,
-        method: str,
-        question: Mapping[str, Any],
-        deadline: float,
-        take: Callable[[bytes], None],
-        patience: float | None = None,
-        begin: Callable[[], None] = lambda: None,
-    ) -> Missing | None:
+    def _ask(self, request: Request) -> Missing | None:
         """Ask a member a question of this run."""
         with self._lock:
             if self._closed:
                 return Missing("closing")
-        ask = self._links_of_node.ask
-        return ask(self.run, peer, method, question, deadline, take, patience, begin)
+        return self._links_of_node.ask(request)
 
     # ------------------------------------------------------------------ answering
 

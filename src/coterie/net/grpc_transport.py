@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -24,7 +24,7 @@ import grpc.aio
 
 from coterie._util.mappings import drop_keys
 from coterie.errors import TransportError
-from coterie.net.grpc_run import GrpcRun
+from coterie.net.grpc_run import GrpcRun, Request
 from coterie.net.grpc_server import (
     LOOKAHEAD,
     MAX_FRAME,
@@ -599,21 +599,10 @@ class GrpcTransport(GrpcRun, GrpcServer):
 
     # ------------------------------------------------------------------ asking
 
-    def ask(
-        self,
-        run: str,
-        peer: str,
-        method: str,
-        question: Mapping[str, Any],
-        deadline: float,
-        take: Callable[[bytes], None],
-        patience: float | None = None,
-        begin: Callable[[], None] = lambda: None,
-    ) -> Missing | None:
-        """Ask a member, and give the parts of its answer to `take`; return why there is none."""
-        question = {"run": run, **question}
-        known, away = self._links.get(peer), self._away.get(peer)
-        if self._may_come_back(peer) and method == "Message":
+    def ask(self, request: Request) -> Missing | None:
+        """Ask a member; return why there is no answer."""
+        known, away = self._links.get(request.peer), self._away.get(request.peer)
+        if self._may_come_back(request.peer) and request.method == "Message":
             known = away = None
         if known is None and away is not None and time.monotonic() < away.until:
             return away.missing
@@ -621,13 +610,13 @@ class GrpcTransport(GrpcRun, GrpcServer):
             # The library dials it again; hundreds of such members must cost next to nothing.
             known.used = time.monotonic()
             return known.missing
-        work = self._ask_again(peer, method, question, deadline, take, patience, begin)
+        work = self._ask_again(request)
         with self._lock:
             if self._closed:
                 work.close()
                 return Missing("closing")
             asked = asyncio.run_coroutine_threadsafe(work, self._loop)
-            self._asking[asked] = run
+            self._asking[asked] = request.run
         try:
             return asked.result()
         except CancelledError:
@@ -641,20 +630,12 @@ class GrpcTransport(GrpcRun, GrpcServer):
         member = self._members.get(peer)
         return member is not None and member.is_outbound and peer not in self._tunnels.away
 
-    async def _ask_again(
-        self,
-        peer: str,
-        method: str,
-        question: Mapping[str, Any],
-        deadline: float,
-        take: Callable[[bytes], None],
-        patience: float | None,
-        begin: Callable[[], None],
-    ) -> Missing | None:
+    async def _ask_again(self, request: Request) -> Missing | None:
         """Ask, and again while only the way to the member is lost, or there is no room for a link.
 
         Who answers goes on; the relay in between may be started again.
         """
+        peer, deadline, patience = request.peer, request.deadline, request.patience
         end, silent = self.clock() + deadline, deadline if patience is None else patience
         until, pause, was_up = self.clock() + min(deadline, silent), _AGAIN, False
 
@@ -662,13 +643,14 @@ class GrpcTransport(GrpcRun, GrpcServer):
             nonlocal was_up
             link = self._links.get(peer)
             was_up = link is not None and link.channel.get_state() is _READY
-            begin()
+            request.begin()
 
         while True:
             left, was_up = end - self.clock(), False
-            found = await self._ask_once(peer, method, question, left, take, patience, note_link)
+            found = await self._ask_once(replace(request, deadline=left, begin=note_link))
             reason = "" if found is None else found.reason
-            lost = reason == "unreachable" and method == "Message" and self._may_come_back(peer)
+            lost = reason == "unreachable" and request.method == "Message"
+            lost &= self._may_come_back(peer)
             # It may have been closed for another one while the question was on its way.
             lost |= reason == "unreachable" and was_up and bool(self._most_links)
             if not (lost or reason == "full") or self.clock() + pause > until:
@@ -684,20 +666,12 @@ class GrpcTransport(GrpcRun, GrpcServer):
             elif link is not None and link.channel.get_state() is _FAILED:
                 await self._close_link(peer)
 
-    async def _ask_once(
-        self,
-        peer: str,
-        method: str,
-        question: Mapping[str, Any],
-        deadline: float,
-        take: Callable[[bytes], None],
-        patience: float | None,
-        begin: Callable[[], None],
-    ) -> Missing | None:
+    async def _ask_once(self, request: Request) -> Missing | None:
+        deadline, patience = request.deadline, request.patience
         # An address that swallows packets must not cost a round.
         wait = min(_CONNECT, deadline, deadline if patience is None else patience)
         end = self.clock() + deadline
-        link = await self._find_link(peer, max(0.001, wait))
+        link = await self._find_link(request.peer, max(0.001, wait))
         if isinstance(link, Missing):
             return link
         # From here on the link is in use, and is not closed to make room for another.
@@ -706,16 +680,17 @@ class GrpcTransport(GrpcRun, GrpcServer):
         try:
             if not await self._await_link(link, wait):
                 return Missing("unreachable", None, "the link was closed")
-            begin()
+            request.begin()
             # Without the library's own time limit, which goes on while this node cannot work.
-            call = link.channel.unary_stream(f"/{SERVICE}/{method}")(
-                self.encode(question), metadata=self.metadata
+            question = self.encode({"run": request.run, **request.question})
+            call = link.channel.unary_stream(f"/{SERVICE}/{request.method}")(
+                question, metadata=self.metadata
             )
             empty = True
             async with _Limit(self.clock, end, patience) as limit:
                 async for part in call:
                     empty = False
-                    take(part)
+                    request.take(part)
                     limit.note_part()
             return Missing("unreachable", None, "an answer without any part") if empty else None
         except TimeoutError:
