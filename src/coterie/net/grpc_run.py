@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from coterie.net.log import RateLimit, Sample
+from coterie.net.log import ABOUT_ONE, RateLimit, Sample
 from coterie.net.outbox import NO_LAST, Missing, Outbox
 from coterie.net.payload import Refused, escape_text
 from coterie.net.roster import Roster
@@ -26,9 +26,6 @@ from coterie.net.wire import (
     Parcel,
     read_frame,
 )
-
-# how often a member's coming and going is logged, in how many seconds
-CHANGES, WITHIN = 20, 200.0
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ class GrpcRun:
                 self._alive.discard(peer)
                 # Who has said that it leaves is not dialed until it comes again.
                 self._known -= {peer} if left else set()
-            suppressed = self._changes.setdefault(peer, RateLimit(CHANGES, WITHIN))()
+            suppressed = self._changes.setdefault(peer, RateLimit(*ABOUT_ONE))()
         if suppressed is not None:
             details = {"untold": suppressed} if suppressed else {}
             event = "peer_up" if there else "peer_down"

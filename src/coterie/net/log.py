@@ -13,9 +13,10 @@ from typing import Any
 from coterie._util.loopback import HOST, is_local_request
 
 LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
-# How many warnings of one kind about one member, in how many seconds: some before the limit counts,
-# so that a quarrel of a few rounds is logged in full.
-_ABOUT_ONE = 20, 200.0
+ABOUT_ONE = 20, 200.0
+"""How many events of one kind about one member are logged, in how many seconds.
+
+Some before the limit counts, so that a quarrel of a few rounds is logged in full."""
 
 
 @dataclass
@@ -57,7 +58,7 @@ class Log:
         about = details.get("peer", details.get("source"))
         if about is not None and level in ("warning", "error"):
             with self._lock:
-                allowed = self._limits.setdefault((event, str(about)), RateLimit(*_ABOUT_ONE))
+                allowed = self._limits.setdefault((event, str(about)), RateLimit(*ABOUT_ONE))
                 suppressed = allowed()
             if suppressed is None:
                 return

@@ -32,7 +32,7 @@ from coterie.net.grpc_server import (
     read_error,
 )
 from coterie.net.incoming import Visit
-from coterie.net.log import RateLimit
+from coterie.net.log import ABOUT_ONE, RateLimit
 from coterie.net.outbox import Missing
 from coterie.net.payload import escape_text
 from coterie.net.roster import Member, Roster
@@ -46,7 +46,6 @@ _FLUSH = 5.0  # seconds for what is on its way when one side has ended
 _EOF = grpc.aio.EOF  # type: ignore[attr-defined]  # not in its stubs
 _PAUSES = (0.5, 5.0)  # seconds between two tries to open a stream: at first, and at most
 _NUMBER = re.compile(rb"[0-9a-f]{32}")
-_CHANGES, _WITHIN = 20, 200.0  # events about one stream, in so many seconds
 AWAY = grpc.StatusCode.NOT_FOUND
 """How a relay says that a member has no stream open there."""
 # The library says by an `InvalidStateError` that a call is over already.
@@ -216,7 +215,7 @@ class Switchboard:
         return frozenset(self._streams)
 
     def _note_change(self, event: str, peer: str) -> None:
-        if self._changes.setdefault(peer, RateLimit(_CHANGES, _WITHIN))() is not None:
+        if self._changes.setdefault(peer, RateLimit(*ABOUT_ONE))() is not None:
             self._log(event, peer=peer)
 
     async def answer_attach(self, question: Question, context: Any) -> None:
@@ -473,7 +472,7 @@ class Tunnels:
             channel: the connection to it.
             use: called with 1 and -1 when a tunnel on it begins and ends.
         """
-        pause, changes = _PAUSES[0], self._changes.setdefault(name, RateLimit(_CHANGES, _WITHIN))
+        pause, changes = _PAUSES[0], self._changes.setdefault(name, RateLimit(*ABOUT_ONE))
         while True:
             call, text = self._call(channel, "Attach"), "it has ended the stream"
             try:

@@ -18,10 +18,11 @@ import torch
 from tests.outbound import settle, until
 
 from coterie.errors import TransportError
-from coterie.net import grpc_run, grpc_server, grpc_transport, incoming, local
+from coterie.net import grpc_server, grpc_transport, incoming, local
 from coterie.net.grpc_server import Question, read_certificate
 from coterie.net.grpc_transport import GrpcTransport, check_loopback, escape_text
 from coterie.net.incoming import LEAST, OF_A_MEMBER, list_connections
+from coterie.net.log import ABOUT_ONE
 from coterie.net.outbox import Missing
 from coterie.net.payload import Refused, Template
 from coterie.net.post import Post, Terms
@@ -165,7 +166,7 @@ def test_a_member_that_comes_and_goes_does_not_fill_the_log(plain):
         a.note_presence("n1", True)
         a.note_presence("n1", False)
     settle(a)
-    assert len(told) == grpc_run.CHANGES
+    assert len(told) == ABOUT_ONE[0]
 
 
 def test_what_others_say_is_shown_in_few_characters_that_can_be_printed():
