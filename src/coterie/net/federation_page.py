@@ -16,14 +16,13 @@ from urllib.parse import quote
 
 import pandas as pd
 
-from coterie._util.claims import find_owner
 from coterie.errors import CoterieError
 from coterie.functional.metrics import ACCURACY, LOSS
 from coterie.net import roster as rosters
 from coterie.net.decisions import Decisions
 from coterie.net.ledger import Entry
 from coterie.net.process import locate_run
-from coterie.net.service import CLAIM, Membership
+from coterie.net.service import Membership
 from coterie.net.statements import STUDY_NAME, find_code, parse_proposed
 from coterie.report.page import fill_template, load_asset
 from coterie.report.server import NO_PAGE, Answer, PageServer
@@ -129,8 +128,7 @@ class FederationPage(PageServer):
         return self._render_service() + self._render_studies() + self._render_members()
 
     def _render_service(self) -> str:
-        folder = self.membership.ledger.folder
-        if find_owner(folder / CLAIM):
+        if self.membership.load_state():
             return ""
         return (
             '<p class="problem">The service of this member does not run: nothing is sent or '

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 
-from coterie._util.claims import find_owner
 from coterie.errors import CoterieError
 from coterie.net import doctor, nodefile
 from coterie.net import roster as rosters
 from coterie.net.identity import Identity
 from coterie.net.roster import Roster
-from coterie.net.service import CLAIM, load_state
+from coterie.net.service import load_state
 from coterie.net.servicefile import ServiceFile
 from coterie.studies.config import parse_study_text
 
@@ -74,13 +73,13 @@ def _check_role(file: ServiceFile, role: str, report: Callable[..., None]) -> No
 def _check_links(
     file: ServiceFile, own: Identity, roster: Roster, report: Callable[..., None]
 ) -> None:
-    proxy, folder = file.network.proxy, file.resolve_path(file.studies)
+    proxy = file.network.proxy
     for relay in roster.relays:
         report(*doctor.check_relay(relay, proxy))
     others = [member for member in roster.members if member.name != own.name]
-    if find_owner(folder / CLAIM):
+    if state := load_state(file.resolve_path(file.studies)):
         report("the service runs")
-        here = load_state(folder).get("here", ())
+        here = state.get("here", ())
         for member in others:
             text = "here"
             if member.name not in here:
