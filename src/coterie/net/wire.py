@@ -341,18 +341,13 @@ class Assembler:
             )
         self.manifest, self.sealed = m, envelope
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all chunks have arrived."""
-        return self.manifest is not None and self._got == self.manifest.bytes
-
     def finish(self) -> dict[str, Tensor]:
         """Return the tensors, in the types of the template.
 
         Raises:
             Refused: when chunks are missing or the payload does not match the template.
         """
-        if self.manifest is None or not self.is_complete:
+        if self.manifest is None or self._got != self.manifest.bytes:
             raise Refused("truncated", f"{self._got} bytes came of those announced")
         if self._digest.hexdigest() != self.manifest.sha256:
             raise Refused("digest", "the payload does not hash to what its sender signed")

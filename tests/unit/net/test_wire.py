@@ -199,7 +199,8 @@ def test_more_bytes_than_the_model_has_are_refused_before_they_are_kept():
     assembler = Assembler(expected())
     with pytest.raises(Refused, match="size"):
         assembler.feed(signed(manifest(bytes=1 << 30))[0][0], b"x")
-    assert not assembler.is_complete
+    with pytest.raises(Refused, match="truncated: 0 bytes came"):
+        assembler.finish()
 
 
 @pytest.mark.parametrize(
