@@ -314,12 +314,18 @@ class RemoteExchange:
         self.post.traffic.seconds += time.monotonic() - started
         return answer
 
+    def _list_cohort(self) -> list[int]:
+        """Return the clients for which the server waits: all where none was agreed on."""
+        if self._expected is None:
+            return list(range(self.roster.population))
+        return self._expected.tolist()
+
     def _ask_for_sum(self, message: Message, rule: Rule, shared: Any) -> tuple[Any, Inbox]:
         """Send masked models, of which the server gets the weighted mean alone."""
-        cohort = torch.arange(self.roster.population) if self._expected is None else self._expected
-        self.is_asking |= bool(set(cohort.tolist()) - set(self.ids.tolist()))
+        cohort = self._list_cohort()
+        self.is_asking |= bool(set(cohort) - set(self.ids.tolist()))
         one = MaskedSum(
-            self.post, self._rng.round, cohort.tolist(), self._own.active.tolist(),
+            self.post, self._rng.round, cohort, self._own.active.tolist(),
             self._next_number, self._lost,
         )  # fmt: skip
         return one.run(message, rule, shared)
@@ -327,10 +333,8 @@ class RemoteExchange:
     def _answer_clients(
         self, message: Message, rule: Rule, shared: Any, address: Address
     ) -> tuple[Any, Inbox]:
-        everybody = torch.arange(self.roster.population)
-        expected = set((everybody if self._expected is None else self._expected).tolist())
         # One that was absent in this round is asked no more in it.
-        others = sorted(expected - set(self.ids.tolist()) - self._lost)
+        others = sorted(set(self._list_cohort()) - set(self.ids.tolist()) - self._lost)
         self.is_asking |= bool(others)
         template = make_template(message, address)
         found = self.post.fetch_all(
