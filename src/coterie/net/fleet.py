@@ -339,7 +339,6 @@ def run_demo(
     )
     names, victim = list(files), list(files)[-1]
     (folder / "logs").mkdir()
-    fleet: Fleet
     killed = threading.Event()
     reached: dict[str, int] = {}
 

@@ -23,8 +23,7 @@ from coterie.net.pace import Pace, Slow, Wait, was_held
 from coterie.net.payload import Refused, Template
 from coterie.net.roster import Roster
 from coterie.net.transport import WAIT, Delivery, Transport
-from coterie.net.wire import CHUNK, Address, Expectation, Parcel
-from coterie.net.wire import seal_parcel as seal_parcel
+from coterie.net.wire import CHUNK, Address, Expectation, Parcel, seal_parcel
 
 # messages that are asked for at a time; a member holds a few more questions open than that
 _OF_A_MEMBER = 4
