@@ -222,11 +222,8 @@ class LoopEngine(Engine):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Engine.compute_gradients`."""
         model, trainable = self._flat_model(rows.device), self.layout.trainable
-        losses, gradients, after = (
-            rows.new_empty(len(rows)),
-            torch.empty_like(rows[:, :trainable]),
-            rows.clone(),
-        )
+        losses, after = rows.new_empty(len(rows)), rows.clone()
+        gradients = torch.empty_like(rows[:, :trainable])
         for i, row in enumerate(rows):
             model.load_row(row)
             with self._product_precision(rows.device):

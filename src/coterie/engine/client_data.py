@@ -196,10 +196,13 @@ class ClientData:
             number: of the test set.
             sets: into how many sets it is cut.
         """
-        # As of `test_noise`, the stream belongs to the test set.
+        return splitmix(self._test_key(rng, "draws", number) + torch.arange(sets))
+
+    def _test_key(self, rng: Rng, purpose: str, number: int) -> int:
+        # The stream belongs to the test set, not to a client, so that every process draws the same.
+        # 62 bits are positive in int64.
         name = self.federation.tests[number].name
-        key = int(rng.generator(f"draws.test.{name}").integers(1 << 62))
-        return splitmix(key + torch.arange(sets))
+        return int(rng.generator(f"{purpose}.test.{name}").integers(1 << 62))
 
     def input_noise(self, rng: Rng, purpose: str) -> InputNoise | None:
         """Return the noise on the clients' inputs, on the CPU; None where there is none."""
@@ -219,8 +222,5 @@ class ClientData:
         test = self.federation.tests[number]
         if not test.noise:
             return None
-        # 62 bits are positive in int64. The stream belongs to the test set, not to a client, so
-        # that every process draws the same noise.
-        key = rng.generator(f"noise.test.{test.name}").integers(1 << 62)
-        sigma = torch.full((sets,), test.noise, dtype=torch.float64)
-        return InputNoise(torch.full((sets,), int(key)), sigma, len(test.x))
+        key = torch.full((sets,), self._test_key(rng, "noise", number))
+        return InputNoise(key, torch.full((sets,), test.noise, dtype=torch.float64), len(test.x))

@@ -39,14 +39,8 @@ class ColumnSet:
     def from_mask(mask: Bool[Tensor, " params"]) -> "ColumnSet":
         """Return the columns for which a mask is true."""
         # A zero on both sides: the differences are not 0 at starts and stops in turn.
-        edges = (
-            torch.cat([mask.new_zeros(1), mask, mask.new_zeros(1)])
-            .int()
-            .diff()
-            .nonzero()
-            .flatten()
-            .tolist()
-        )
+        zero = mask.new_zeros(1)
+        edges = torch.cat([zero, mask, zero]).int().diff().nonzero().flatten().tolist()
         return ColumnSet(tuple(zip(edges[::2], edges[1::2], strict=True)), len(mask))
 
     @property
