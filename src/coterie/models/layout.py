@@ -40,6 +40,7 @@ from coterie.models.given import (
     list_lazy_tensors,
     redraw_weights,
 )
+from coterie.models.networks import pooled_side
 from coterie.models.outputs import OutputConversion
 from coterie.rng import EVERYONE, Rng
 
@@ -481,13 +482,6 @@ def draw_initial_params(
 # ---------------------------------------------------------------- the papers' reference networks
 
 
-def _pooled_side(side: int, *kernels: int, pad: int = 0) -> int:
-    for kernel in kernels:
-        # A convolution, then pooling by 2 that drops an odd last place.
-        side = (side + 2 * pad - kernel + 1) // 2
-    return side
-
-
 def cnn_a(features: tuple[int, ...], outputs: int, dropout: float = 0.0) -> nn.Module:
     """Net A of the DAC and similarity papers; 62,006 parameters at 3x32x32, 10 outputs.
 
@@ -499,7 +493,7 @@ def cnn_a(features: tuple[int, ...], outputs: int, dropout: float = 0.0) -> nn.M
             "coterie.models.layout:cnn_a"` takes it.
     """
     channels, height, width = features
-    flat = 16 * _pooled_side(height, 5, 5) * _pooled_side(width, 5, 5)
+    flat = 16 * pooled_side(height, 5, 5) * pooled_side(width, 5, 5)
     hidden = [nn.Linear(flat, 120), nn.ReLU()]
     if dropout:
         hidden.append(nn.Dropout(dropout))
@@ -519,7 +513,7 @@ def cnn_b(features: tuple[int, ...], outputs: int) -> nn.Module:
     channels, height, width = features
     # Images of 8x8, such as the bundled digits, would be too small for two convolutions otherwise.
     pad = 1 if min(height, width) < 10 else 0
-    flat = 32 * _pooled_side(height, 3, 3, pad=pad) * _pooled_side(width, 3, 3, pad=pad)
+    flat = 32 * pooled_side(height, 3, 3, pad=pad) * pooled_side(width, 3, 3, pad=pad)
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=pad), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=pad), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),

@@ -18,20 +18,23 @@ from coterie._util import extras
 from coterie.errors import ModelError
 
 
+def pooled_side(side: int, *kernels: int, pad: int = 0) -> int:
+    """Return the side of images after convolutions, padded alike, each with a pooling by 2."""
+    for kernel in kernels:
+        # The pooling drops an odd last place.
+        side = (side + 2 * pad - kernel + 1) // 2
+    return side
+
+
 def cnn_y(features: tuple[int, ...], outputs: int) -> nn.Module:
     """The CNN of FedGWC's code; 815,332 parameters at 3x32x32 and 100 outputs (CNN-100)."""
     channels, height, width = features
-    flat = 64 * _side_after_two_pools(height) * _side_after_two_pools(width)
+    flat = 64 * pooled_side(height, 5, 5) * pooled_side(width, 5, 5)
     return nn.Sequential(
         nn.Conv2d(channels, 64, 5), nn.MaxPool2d(2), nn.ReLU(),
         nn.Conv2d(64, 64, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(),
         nn.Linear(flat, 384), nn.ReLU(), nn.Linear(384, 192), nn.ReLU(), nn.Linear(192, outputs),
     )  # fmt: skip
-
-
-def _side_after_two_pools(side: int) -> int:
-    # Each convolution of 5 takes 4 places, each pooling half of the rest.
-    return ((side - 4) // 2 - 4) // 2
 
 
 def lenet_5(features: tuple[int, ...], outputs: int) -> nn.Module:
