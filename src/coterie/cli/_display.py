@@ -270,6 +270,8 @@ def _build_results_table(
         if row is None or not row["seeds"]:
             return "-"
         text = format_number(metric, _nan_if_none(row["mean"]))
+        if row.get("undefined"):
+            text = "undefined"
         # A mean that is not known has no deviation.
         if row["seeds"] > 1 and np.isfinite(_nan_if_none(row["std"])):
             text += f" ±{format_number(metric, _nan_if_none(row['std']))}"

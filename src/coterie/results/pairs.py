@@ -245,12 +245,14 @@ def _compare_with_each(
         return parts
     # Mean of the clusters' means; shares and counts are those of everybody. Clusters of other seeds
     # have no client in this one, as in the means of a summary.
-    of_clusters = parts[0][:, :-1]
+    of_clusters, own = parts[0][:, :-1], counts[:, :-1]
     present = np.asarray(groups.sum(0)).ravel()[:-1] > 0
     if not present.all():
-        of_clusters = of_clusters[:, present]
+        of_clusters, own = of_clusters[:, present], own[:, present]
     if present.any():
-        over_clusters = of_clusters.mean(1), parts[1][:, -1], parts[2][:, -1]
+        # Where no client of a cluster has the metric under both, nothing is compared over clusters.
+        known = (own > 0).all(1)
+        over_clusters = of_clusters.mean(1), parts[1][:, -1] * known, parts[2][:, -1] * known
     else:
         over_clusters = np.full(len(table), np.nan), *np.zeros((2, len(table)))
     joined = []
@@ -525,11 +527,12 @@ def describe_unknown(rows: Iterable[Mapping[str, Any]], metric: Metric, cluster:
     lines = []
     for row in rows:
         known = row["mean"] is not None and math.isfinite(row["mean"])
-        if (row["metric"], row["cluster"]) == (metric.name, cluster) and not known:
-            lines.append(
-                f"{row['label']} is not ranked: in some seed a client of it has no finite "
-                f"{metric.title} (it diverged)"
-            )
+        if (row["metric"], row["cluster"]) != (metric.name, cluster) or known:
+            continue
+        reason = f"in some seed a client of it has no finite {metric.title} (it diverged)"
+        if row.get("undefined"):
+            reason = f"in some seed the test samples leave {metric.title} undefined"
+        lines.append(f"{row['label']} is not ranked: {reason}")
     return lines
 
 

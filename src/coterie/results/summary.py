@@ -62,6 +62,9 @@ def summarize_study(study: str | Path, seeds: Iterable[int] | None = None) -> di
             planted cluster, over all clients ("all"), or the unweighted mean over clusters
             ("clusters"); then mean and population standard deviation over seeds. A single seed has
             no deviation. `needs` is there for a method that declares some.
+            `undefined` is there and true where a mean is not known although no model diverged: with
+            some seed the test samples of all its clients, or of all those of a cluster, leave the
+            metric undefined.
         `pairs`: the fields of `pairs.Pair` (see `compare_methods`); `about` describes what their
             intervals generalize to.
         `timing`: seconds and training samples of each run.
@@ -151,8 +154,18 @@ def _build_rows(runs: Sequence[StoredRun], names: Mapping[int, str]) -> list[dic
                 row |= {"mean": mean, "std": deviation, "seeds": len(values)}
                 if not comparable:
                     row["comparable"] = False
+                if math.isnan(mean) and not any(_has_diverged(run, cluster) for run in group):
+                    row["undefined"] = True
                 rows.append(row)
     return rows
+
+
+def _has_diverged(run: StoredRun, cluster: int | str) -> bool:
+    """Return whether the model of a client that a mean is over diverged."""
+    losses = run.final_values(metrics.LOSS.name)
+    if isinstance(cluster, int):
+        losses = losses[run.client_clusters.reindex(losses.index).to_numpy() == cluster]
+    return not bool(np.isfinite(losses.to_numpy()).all())
 
 
 def _list_result_metrics(runs: Sequence[StoredRun]) -> list[str]:

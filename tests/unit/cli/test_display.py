@@ -259,6 +259,15 @@ def test_a_cluster_of_one_seed_has_no_deviation_beside_columns_of_three():
         assert shown == ["A", "3", *(cells[0] + cells[1] if given is rows else cells[1] + cells[0])]
 
 
+def test_a_mean_that_the_samples_leave_undefined_is_not_called_diverged():
+    own = {"method": "a", "label": "A", "metric": "accuracy", "mean": None, "std": None, "seeds": 3}
+    rows = [{**own, "cluster": "north", "undefined": True}, {**own, "cluster": "all"}]
+    text = io.StringIO()
+    Console(file=text, width=80).print(_display._build_results_table(rows, ACCURACY, ["A"], 80))
+    (shown,) = [line.split() for line in lines(text) if line.startswith("A ")]
+    assert shown == ["A", "3", "undefined", "diverged"]
+
+
 def test_a_gain_has_its_interval():
     row = {
         "label": "DAC",

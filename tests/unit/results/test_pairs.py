@@ -86,6 +86,23 @@ def test_clusters_are_compared_each_and_with_equal_weight():
     )
 
 
+def test_over_clusters_nothing_is_compared_where_no_client_of_one_has_a_value():
+    """Client 3 is alone in its cluster, and its samples define the metric in seed 1 alone."""
+    values, planted = study(
+        {"A": [[0.6, 0.6, 0.6, 0.6], [0.6, 0.6, 0.6, 1.0]], "B": [[0.5] * 4, [0.5] * 4]},
+        [0, 0, 0, 1],
+    )
+    for own in values.values():
+        own[0] = own[0].drop(3)
+    found = {pair.cluster: pair for pair in pairs.compare_pairs(values, planted, ACCURACY, {})}
+    assert (found["clusters"].seeds, found["all"].seeds) == (1, 2)
+    assert found["clusters"].difference == pytest.approx((0.1 + 0.5) / 2)
+    for own in values.values():
+        own[1] = own[1].drop(3)
+    found = {pair.cluster for pair in pairs.compare_pairs(values, planted, ACCURACY, {})}
+    assert found == {"0", "all"}
+
+
 def test_clients_without_a_value_are_left_out_in_pairs_and_a_diverged_one_is_not():
     """Client 1 of seed 0 has no value under either; client 0 of C diverged in seed 1."""
     values, planted = study(made(A=0.8, B=0.7, C=0.6, seeds=3))
@@ -347,6 +364,10 @@ def test_a_method_without_a_mean_is_not_ranked_and_named():
     assert pairs.find_leaders(rows, [], ACCURACY, "all") == []
     assert pairs.describe_leaders(rows, [], ACCURACY) == (
         "Broken is not ranked: in some seed a client of it has no finite accuracy (it diverged)."
+    )
+    rows[1]["undefined"] = True
+    assert pairs.describe_leaders(rows, [], ACCURACY) == (
+        "Broken is not ranked: in some seed the test samples leave accuracy undefined."
     )
 
 

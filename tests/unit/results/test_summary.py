@@ -110,6 +110,23 @@ def test_a_client_whose_samples_leave_a_metric_undefined_is_not_in_its_mean(
     assert means == pytest.approx({0: 0.5, 2: nan, "all": 0.5, "clusters": nan}, nan_ok=True)
 
 
+def test_a_mean_that_no_client_has_is_told_from_one_that_diverged(tmp_path, write_run, final_rows):
+    """Cluster 1 has a model that diverged, cluster 2 no sample by which AUROC is defined."""
+    clusters, nan = [0, 0, 1, 2], math.nan
+    for study, loss in (("broken", nan), ("fine", 0.3)):
+        auroc = final_rows([0.5, 0.7, loss, nan], clusters, metric="auroc")
+        rows = auroc + final_rows([0.1, 0.2, loss, 0.4], clusters, metric="loss")
+        folder = tmp_path / study / "A" / "seed-0"
+        write_run(folder, kind="dac", label="A", seed=0, metrics=rows)
+        found = {
+            (row["metric"], row["cluster"])
+            for row in summary.summarize_study(tmp_path / study)["rows"]
+            if row.get("undefined")
+        }
+        told = {("auroc", "2"), ("auroc", "clusters")}
+        assert found == (told if study == "fine" else {("auroc", "2")})
+
+
 def test_the_file_says_null_for_what_diverged(tmp_path, write_run, final_rows):
     """summary.json stays JSON when a loss is not a number."""
     rows = final_rows([math.nan, 1.0], [0, 0], metric="loss")
