@@ -45,6 +45,11 @@ Sizes = Annotated[Sequence[NonNegativeInt], MinLen(1)]
 Levels = NonNegativeFloat | Annotated[Sequence[NonNegativeFloat], MinLen(1)]
 
 
+def _place_clients(shift: Any, clusters: int, clients: Clients, streams: Streams) -> list[int]:
+    """Return the cluster of each client, as the fields `sizes` and `assign` of a shift say."""
+    return assign_clusters(clusters, len(clients), shift.sizes, shift.assign, streams(EVERYONE))
+
+
 @final
 @dataclass(frozen=True)
 class Iid(Shift):
@@ -87,9 +92,7 @@ class Labels(Shift):
         for source in sources:
             for label in labels:
                 require_label(label, source)
-        place = assign_clusters(
-            len(self.groups), len(clients), self.sizes, self.assign, streams(EVERYONE)
-        )
+        place = _place_clients(self, len(self.groups), clients, streams)
         out = []
         for client, p in zip(clients, place, strict=True):
             name = f"labels {_format_labels(groups[p])}"
@@ -145,9 +148,7 @@ class DirichletPerClient(Shift):
         """Draw every client's mixture."""
         _require_no_class_counts(clients, self.kind)
         meaning = "in total" if self.concentration_total is not None else "per class"
-        place = assign_clusters(
-            len(self.concentration_levels), len(clients), self.sizes, self.assign, streams(EVERYONE)
-        )
+        place = _place_clients(self, len(self.concentration_levels), clients, streams)
         out = []
         for row, (client, level) in enumerate(zip(clients, place, strict=True)):
             prior = _class_shares(client, sources)
@@ -485,9 +486,7 @@ class Rotation(Shift):
                     f"{source.name} has images of {height}x{width}; a quarter turn needs square "
                     "images"
                 )
-        place = assign_clusters(
-            len(self.degrees), len(clients), self.sizes, self.assign, streams(EVERYONE)
-        )
+        place = _place_clients(self, len(self.degrees), clients, streams)
         # No transform for no turn: such clients share the test set of clients without the shift.
         out = []
         for client, p in zip(clients, place, strict=True):
@@ -535,9 +534,7 @@ class Visual(Shift):
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Blur or disturb the images of each cluster."""
         _require_images(sources, self.kind)
-        place = assign_clusters(
-            len(self.domains), len(clients), self.sizes, self.assign, streams(EVERYONE)
-        )
+        place = _place_clients(self, len(self.domains), clients, streams)
         return tuple(map(self._apply_domain, clients, place))
 
     def _apply_domain(self, client: Client, place: int) -> Client:
@@ -602,9 +599,7 @@ class LabelSwap(Shift):
         for source in sources:
             for label in labels:
                 require_label(label, source)
-        place = assign_clusters(
-            len(self.swaps), len(clients), self.sizes, self.assign, streams(EVERYONE)
-        )
+        place = _place_clients(self, len(self.swaps), clients, streams)
         out = []
         for client, p in zip(clients, place, strict=True):
             new: dict[int, int] = {}
@@ -663,7 +658,7 @@ class RegressionTargets(Shift):
                     "one with flat features"
                 )
         clusters = len(self.sizes) if self.sizes is not None else self.clusters
-        place = assign_clusters(clusters, len(clients), self.sizes, self.assign, streams(EVERYONE))
+        place = _place_clients(self, clusters, clients, streams)
         dim = sources[0].train.x.shape[1]
         theta = []
         for cluster in range(clusters):
@@ -697,9 +692,7 @@ class Domain(Shift):
 
     def apply(self, clients: Clients, sources: Sequence[Source], streams: Streams) -> Clients:
         """Give each cluster its dataset."""
-        place = assign_clusters(
-            len(sources), len(clients), self.sizes, self.assign, streams(EVERYONE)
-        )
+        place = _place_clients(self, len(sources), clients, streams)
         offsets = [0] * len(sources)
         if self.offset_labels:
             classes = [source.classes for source in sources]
