@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,20 +63,16 @@ class Evaluator:
     # ------------------------------------------------------------------ on the clients' own data
 
     def evaluate_split(
-        self,
-        params: Float[Tensor, "clients params"],
-        split: str,
-        inputs: Mapping[str, Tensor] | None = None,
+        self, params: Float[Tensor, "clients params"], split: str
     ) -> dict[str, Float[Tensor, " clients"]]:
         """Return the loss of each client's model on its own data, and the metric of the loss.
 
         Args:
             params: the models.
             split: which of the client's samples; NaN for a client without any.
-            inputs: values of the layout's input buffers.
         """
         everybody = torch.arange(len(self.data))
-        return self._evaluate_pairs(params, everybody, everybody, split, inputs)
+        return self._evaluate_pairs(params, everybody, everybody, split)
 
     def sample_losses(
         self, params: Float[Tensor, "clients params"]
@@ -88,7 +84,7 @@ class Evaluator:
         pairs = EvaluationPairs(samples, indices, counts, everybody, everybody, draw_keys=keys)
         found = torch.full(indices.shape, torch.nan, dtype=self.layout.dtype)
         # Each set has one pair, so that `outputs` has one row.
-        for client, _, outputs in self._iterate_outputs(params, pairs, None):
+        for client, _, outputs in self._iterate_outputs(params, pairs):
             count = int(counts[client])
             targets = samples.prepare_targets(indices[client, :count])
             found[client, :count] = self.loss(outputs[0], targets).to(found)
@@ -138,7 +134,7 @@ class Evaluator:
             )  # fmt: skip
             table = torch.cat([mine, received])
             outputs = list[Tensor]()
-            for _, _, part in self._iterate_outputs(table, pairs, None):
+            for _, _, part in self._iterate_outputs(table, pairs):
                 outputs.extend(part)
             if not outputs:  # of a client without samples
                 continue
@@ -167,7 +163,7 @@ class Evaluator:
         )  # fmt: skip
         targets = public.prepare_targets(everything[0])
         out = torch.full((len(params), self.count_predictions()), NO_CLASS, dtype=torch.int32)
-        for _, part, outputs in self._iterate_outputs(params, pairs, None):
+        for _, part, outputs in self._iterate_outputs(params, pairs):
             for model, own in zip(part.tolist(), outputs, strict=True):
                 found = predict_classes(form, *self.loss.to_metric_form(own, targets))
                 out[model] = found.flatten().to(out)
@@ -241,7 +237,6 @@ class Evaluator:
         models: Int[Tensor, " pairs"],
         clients: Int[Tensor, " pairs"],
         split: str,
-        inputs: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Float[Tensor, " pairs"]]:
         """Evaluate pairs of a row of the table and a client on the client's own data."""
         pairs = EvaluationPairs(
@@ -253,7 +248,7 @@ class Evaluator:
             self.data.input_noise(self.rng, "noise"),
             self._draw_keys(split),
         )
-        values = self._measure_pairs(table, pairs, inputs)
+        values = self._measure_pairs(table, pairs)
         if self.loss.kind == self.loss.metric:  # both have the same value
             return {metrics.LOSS.name: values[metrics.LOSS.name]}
         return values
@@ -261,38 +256,34 @@ class Evaluator:
     # ------------------------------------------------------------------ on test sets
 
     def evaluate(
-        self, params: Float[Tensor, "clients params"], inputs: Mapping[str, Tensor] | None = None
+        self, params: Float[Tensor, "clients params"]
     ) -> dict[str, Float[Tensor, " clients"]]:
         """Return each client's metrics on the test set that serves it; see `Task.evaluate`."""
         out = self._undefined_by_sample()
-        for number, _, rows, models, which in self._iterate_test_sets(params, inputs):
+        for number, _, rows, models, which in self._iterate_test_sets(params):
             pairs = self._pair_with_test_set(number, models)
-            for name, value in self._measure_pairs(params, pairs, inputs).items():
+            for name, value in self._measure_pairs(params, pairs).items():
                 out[name][rows] = value[which]
-        return {**out, **self.evaluate_metrics(params, self.metrics, inputs)}
+        return {**out, **self.evaluate_metrics(params, self.metrics)}
 
     def evaluate_metrics(
-        self,
-        params: Float[Tensor, "clients params"],
-        wanted: Sequence[Metric],
-        inputs: Mapping[str, Tensor] | None = None,
+        self, params: Float[Tensor, "clients params"], wanted: Sequence[Metric]
     ) -> dict[str, Float[Tensor, " clients"]]:
         """Return metrics of each client's outputs for all samples of the test set that serves it.
 
         Args:
             params: the models.
             wanted: the metrics; NaN where one is not defined, and for a test set without samples.
-            inputs: values of the layout's input buffers.
         """
         out = {metric.name: self._all_undefined() for metric in wanted}
         if not wanted:
             return out
-        for number, test, rows, models, which in self._iterate_test_sets(params, inputs):
+        for number, test, rows, models, which in self._iterate_test_sets(params):
             undefined = torch.full((len(models),), torch.nan, dtype=self.layout.dtype)
             values = {metric.name: undefined.clone() for metric in wanted}
             pairs = self._pair_with_test_set(number, models)
             targets = test.prepare_targets(torch.arange(len(test)))
-            for _, part, outputs in self._iterate_outputs(params, pairs, inputs):
+            for _, part, outputs in self._iterate_outputs(params, pairs):
                 for pair, own in zip(part.tolist(), outputs, strict=True):
                     for metric in wanted:
                         values[metric.name][pair] = self._apply_metric(metric, own, targets)
@@ -314,7 +305,7 @@ class Evaluator:
         values = self._undefined_by_sample()
         recall = torch.full((clients, classes), torch.nan, dtype=self.layout.dtype)
         counts = torch.zeros(clients, classes, dtype=torch.int64)
-        for number, test, rows, models, which in self._iterate_test_sets(params, None):
+        for number, test, rows, models, which in self._iterate_test_sets(params):
             labels = self.data.federation.tests[number].y.to(torch.int64)
             present, size = labels.unique(return_counts=True)
             # one set of samples for each class
@@ -331,7 +322,7 @@ class Evaluator:
                 self._test_draw_keys(number, len(present)),
             )
             means = {}
-            for name, value in self._measure_pairs(params, pairs, None).items():
+            for name, value in self._measure_pairs(params, pairs).items():
                 means[name] = value.reshape(len(models), len(present))
             # `which` gives each client the row of its model among the different ones.
             recall[rows[:, None], present] = means[metrics.ACCURACY.name][which]
@@ -354,7 +345,7 @@ class Evaluator:
         chosen, which = first_equal_rows(models).unique(return_inverse=True)
         right, total = torch.zeros(len(chosen), dtype=self.layout.dtype), 0
         for number, test in enumerate(self.data.tests):
-            values = self._measure_pairs(models, self._pair_with_test_set(number, chosen), None)
+            values = self._measure_pairs(models, self._pair_with_test_set(number, chosen))
             right += values[metrics.ACCURACY.name] * len(test)
             total += len(test)
         return (right / total)[which]
@@ -367,22 +358,19 @@ class Evaluator:
         return torch.full((len(self.data),), torch.nan, dtype=self.layout.dtype)
 
     def _iterate_test_sets(
-        self, params: Tensor, inputs: Mapping[str, Tensor] | None
+        self, params: Tensor
     ) -> Iterator[tuple[int, RawSamples, Tensor, Tensor, Tensor]]:
         """Give each test set with the different models to evaluate on it.
 
         Args:
             params: the models of all clients; equal ones are evaluated once on each test set.
-            inputs: values of input buffers, with which equal models may have different outputs.
 
         Yields:
             The number of the test set, the set, the rows of the clients that it serves, rows of
             `params` with different models of theirs, and which of these each client has.
         """
         serves = self.data.test_set_numbers
-        same = torch.arange(len(params))
-        if inputs is None:
-            same = first_equal_rows(params)
+        same = first_equal_rows(params)
         for number, test in enumerate(self.data.tests):
             rows = (serves == number).nonzero().flatten()
             models, which = same[rows].unique(return_inverse=True)
@@ -425,20 +413,14 @@ class Evaluator:
 
     # ------------------------------------------------------------------ by the engine
 
-    def _measure_pairs(
-        self, table: Tensor, pairs: EvaluationPairs, inputs: Mapping[str, Tensor] | None
-    ) -> dict[str, Tensor]:
+    def _measure_pairs(self, table: Tensor, pairs: EvaluationPairs) -> dict[str, Tensor]:
         with explain_module_errors("in evaluation"):
-            return self.engine.measure_pairs(table, pairs, self._or_zero(inputs, table), self.block)
+            zeros = self.layout.zero_inputs(len(table))
+            return self.engine.measure_pairs(table, pairs, zeros, self.block)
 
     def _iterate_outputs(
-        self, table: Tensor, pairs: EvaluationPairs, inputs: Mapping[str, Tensor] | None
+        self, table: Tensor, pairs: EvaluationPairs
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        given = self._or_zero(inputs, table)
+        zeros = self.layout.zero_inputs(len(table))
         with explain_module_errors("in evaluation"):
-            yield from self.engine.iterate_outputs(table, pairs, given, self.block)
-
-    def _or_zero(self, inputs: Mapping[str, Tensor] | None, table: Tensor) -> Mapping[str, Tensor]:
-        if inputs is None:
-            return self.layout.zero_inputs(len(table))
-        return inputs
+            yield from self.engine.iterate_outputs(table, pairs, zeros, self.block)

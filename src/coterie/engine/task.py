@@ -384,13 +384,10 @@ class Task:
     # ------------------------------------------------------------------ evaluation
 
     def loss(
-        self,
-        params: Float[Tensor, "clients params"],
-        split: str,
-        inputs: Mapping[str, Tensor] | None = None,
+        self, params: Float[Tensor, "clients params"], split: str
     ) -> Float[Tensor, " clients"]:
         """Return the mean loss of each client's model on its data; NaN without any."""
-        return self.evaluator.evaluate_split(params, split, inputs)[metrics.LOSS.name]
+        return self.evaluator.evaluate_split(params, split)[metrics.LOSS.name]
 
     def score(
         self, inbox: Inbox, split: str = "train", *, keep: bool = False
@@ -443,7 +440,7 @@ class Task:
         return self.evaluator.predict_public(params)
 
     def evaluate(
-        self, params: Float[Tensor, "clients params"], inputs: Mapping[str, Tensor] | None = None
+        self, params: Float[Tensor, "clients params"]
     ) -> dict[str, Float[Tensor, " clients"]]:
         """Return each client's metrics on the test set that serves it.
 
@@ -451,7 +448,7 @@ class Task:
         and those of `ModelSpec.metrics`. Equal models are evaluated once on each test set. No
         random draw is made.
         """
-        return self.evaluator.evaluate(params, inputs)
+        return self.evaluator.evaluate(params)
 
 
 def _check_output_is_needed(layout: Layout, x: Tensor) -> None:
