@@ -54,6 +54,7 @@ from coterie.methods import METHODS
 from coterie.models.layout import ModelSource
 from coterie.results.export import Format, export_model
 from coterie.rng import Rng
+from coterie.runtime import newcomers
 from coterie.runtime.final_metrics import select_final_tests
 from coterie.runtime.models import Models, load_models
 from coterie.runtime.settings import Settings
@@ -227,7 +228,7 @@ def check_blocks(trial: Trial) -> None:
 def _list_newcomers(trial: Trial) -> list[int]:
     """Return the clients that join late."""
     table = trial.whole.metrics
-    return sorted(set(table.loc[(table["model"] == "new").to_numpy(), "client"].tolist()))
+    return sorted(set(table.loc[(table["split"] == newcomers.SPLIT).to_numpy(), "client"].tolist()))
 
 
 def check_groups(trial: Trial) -> None:

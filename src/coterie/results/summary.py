@@ -164,7 +164,7 @@ def _has_diverged(run: StoredRun, cluster: int | str) -> bool:
     """Return whether the model of a client that a mean is over diverged."""
     losses = run.final_values(metrics.LOSS.name)
     if isinstance(cluster, int):
-        losses = losses[run.client_clusters.reindex(losses.index).to_numpy() == cluster]
+        losses = losses.loc[run.client_clusters.reindex(losses.index).to_numpy() == cluster]
     return not bool(np.isfinite(losses.to_numpy()).all())
 
 

@@ -98,6 +98,12 @@ def test_a_plain_study_holds_in_all_checks_but_those_of_processes():
     assert [one.check for one in found] == ["run", *checks]
 
 
+def test_a_study_that_clients_join_at_the_end_is_split_in_blocks_too():
+    """Blocks hold the clients of the rounds: others are refused, which looks like a case that is not for it."""
+    found = adversary.try_case({**PLAIN, "new_clients": [0], "new_client_rounds": 1}, ["blocks"])
+    assert [(one.check, one.result) for one in found] == [("run", "held"), ("blocks", "held")]
+
+
 def found_by(check: str, case: dict[str, Any] = PLAIN) -> str:
     """What a check finds in a case; an empty text for nothing."""
     return next(
