@@ -46,7 +46,9 @@ class Keeper:
         # again.
         self._stamp = self._file_stamp()
         self.sealed = rosters.load_signed(file)
-        self.roster = rosters.load(file, organizer)
+        what = f"{file} is not signed by the organizer in {organizer}"
+        # Of the same bytes: the file may be replaced at any moment.
+        self.roster = rosters.parse_signed(self.sealed, self._organizer, what)
         # Before a restart this node may have seen a newer roster than the file has.
         if self._seen.exists():
             self._accept_newer(self._seen.read_bytes(), str(self._seen))

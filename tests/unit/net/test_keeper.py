@@ -59,6 +59,29 @@ def keeper(organizer: Path, folder: Path, told: list) -> Keeper:
     )
 
 
+def test_a_roster_is_passed_on_as_it_was_read_also_where_its_file_is_replaced_meanwhile(
+    organizer, tmp_path, monkeypatch
+):
+    send(organizer, tmp_path / "n0")
+    load = roster.load_signed
+
+    def load_before_it_is_replaced(path: Path) -> bytes:
+        found = load(path)
+        monkeypatch.setattr(roster, "load_signed", load)
+        setup.remove_member(organizer, "n3")
+        send(organizer, tmp_path / "n0")
+        return found
+
+    monkeypatch.setattr(roster, "load_signed", load_before_it_is_replaced)
+    kept = keeper(organizer, tmp_path / "n0", [])
+    public = roster.load_organizer_key(organizer / "organizer.pub")
+    assert (kept.roster.version, len(kept.roster.members)) == (1, 4)
+    assert roster.parse_signed(kept.sealed, public) == kept.roster
+    newer = kept.reload_file()
+    assert newer is not None
+    assert (newer.version, roster.parse_signed(kept.sealed, public)) == (2, newer)
+
+
 def test_a_version_of_before_is_not_taken_again(organizer, tmp_path):
     """Neither from the file, nor from a member, nor after a restart, whatever file lies there."""
     told: list = []
