@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -228,8 +229,8 @@ class GrpcTransport(GrpcRun, GrpcServer):
                 "Head": (self._answer_head, {"nonce": str}),
                 "Roster": (self._answer_roster, {}),
                 "Presence": (self._answer_presence, {"here": bool}),
-                "Studies": (self._answer_studies, {}),
-                "Statement": (self._answer_statement, {"digest": str}),
+                "Studies": (partial(self._answer_federation, "Studies"), {}),
+                "Statement": (partial(self._answer_federation, "Statement"), {"digest": str}),
                 "Attach": (self._tunnels.switchboard.answer_attach, {}),
                 "Accept": (self._tunnels.switchboard.answer_accept, {"tunnel": str}),
             },
@@ -745,19 +746,12 @@ class GrpcTransport(GrpcRun, GrpcServer):
             await abort_missing(context, Missing("not_ready"))
         await self._write_parts(context, await self._run_in_worker(sealed))
 
-    async def _answer_studies(self, question: Question, context: Any) -> None:
-        await self._answer_federation("Studies", question, context)
-
-    async def _answer_statement(self, question: Question, context: Any) -> None:
-        await self._answer_federation("Statement", question, context, question.fields["digest"])
-
-    async def _answer_federation(
-        self, kind: str, question: Question, context: Any, *words: str
-    ) -> None:
+    async def _answer_federation(self, kind: str, question: Question, context: Any) -> None:
         """Answer a question about studies; "gone" is a statement that is not here."""
         await self._find_run(question, context)
         if (answer := self._answers.get(kind)) is None or question.fields["run"] != self.run:
             await abort_missing(context, Missing("not_ready"))
+        words = [question.fields["digest"]] if kind == "Statement" else []
         found = await self._run_in_worker(answer, *words)
         if not found:
             await abort_missing(context, Missing("gone"))
