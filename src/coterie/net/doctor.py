@@ -61,7 +61,7 @@ class CheckReport:
 
 
 @dataclass(frozen=True)
-class Patient:
+class LoadedNode:
     """What is known of a node whose own files are in order.
 
     Args:
@@ -91,24 +91,24 @@ def check_node(file: NodeFile, say: Say, *, insecure: bool = False) -> bool:
         Whether all checks passed.
     """
     report = CheckReport(say)
-    patient = check_files(file, report)
-    if patient is None:
+    loaded = check_files(file, report)
+    if loaded is None:
         return False
-    plan = patient.plan
+    plan = loaded.plan
     try:
         devices.check_device(plan.settings.device)
     except CoterieError as error:
         report(str(error), False)
         return False
     report(f"trains on {plan.settings.device}; {devices.describe_devices()}")
-    if check_port(patient, report):
-        with open_visitor(patient, insecure=insecure) as node:
+    if check_port(loaded, report):
+        with open_visitor(loaded, insecure=insecure) as node:
             for sentence, good in _check_others(node, file.network.proxy):
                 report(sentence, good)
     return report.fine
 
 
-def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
+def check_files(file: NodeFile, report: Callable[..., None]) -> LoadedNode | None:
     """Check identity, roster, study and data; None where the rest cannot be checked.
 
     Args:
@@ -147,7 +147,7 @@ def check_files(file: NodeFile, report: Callable[..., None]) -> Patient | None:
     same = roster.study in ("", heads.study_hash(agreed))
     text = "is" if same else "is not"
     report(f"study: {label} with seed {seed} {text} what the roster says", same)
-    return Patient(file, own, roster, plan, federation)
+    return LoadedNode(file, own, roster, plan, federation)
 
 
 def load_newest(file: ProcessFile, folder: Path, report: Callable[..., None]) -> Roster:
@@ -181,27 +181,27 @@ def report_identity(own: Identity, report: Callable[..., None]) -> None:
     )
 
 
-def check_port(patient: Patient, report: Callable[..., None]) -> bool:
+def check_port(loaded: LoadedNode, report: Callable[..., None]) -> bool:
     """Check that this node can listen at its address, if it has one."""
-    if patient.roster.member(patient.own.name).is_outbound:
-        relays = ", ".join(relay.name for relay in patient.roster.relays) or "no relay"
+    if loaded.roster.member(loaded.own.name).is_outbound:
+        relays = ", ".join(relay.name for relay in loaded.roster.relays) or "no relay"
         report(f"only dials out: no port is opened; on the roster: {relays}")
         return True
-    address = patient.file.listen or patient.roster.member(patient.own.name).address
+    address = loaded.file.listen or loaded.roster.member(loaded.own.name).address
     obstacle = identities.find_obstacle(*identities.split_address(address))
     report(f"{address} {obstacle or 'is free'}", not obstacle)
     return not obstacle
 
 
 @contextmanager
-def open_visitor(patient: Patient, *, insecure: bool = False) -> Iterator[Node]:
+def open_visitor(loaded: LoadedNode, *, insecure: bool = False) -> Iterator[Node]:
     """Open a node that asks the others without taking part.
 
     Args:
-        patient: whose node it is.
+        loaded: whose node it is.
         insecure: without TLS, on loopback only.
     """
-    file, own, roster = patient.file, patient.own, patient.roster
+    file, own, roster = loaded.file, loaded.own, loaded.roster
     log = Log(own.name, level="error")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -210,7 +210,7 @@ def open_visitor(patient: Patient, *, insecure: bool = False) -> Iterator[Node]:
         # A visitor measures only, so it need not wait as long as a round does.
         terms = replace(file.network.terms, deadline=10.0)
         node = Node(
-            patient.plan, patient.federation, roster, transport, own.sign, Path(folder),
+            loaded.plan, loaded.federation, roster, transport, own.sign, Path(folder),
             terms=terms, log=log,
         )  # fmt: skip
         try:

@@ -130,13 +130,13 @@ def rehearse(file: NodeFile, say: doctor.Say, *, seconds: float, insecure: bool 
         Whether everything is in order, and got through in both directions.
     """
     report = doctor.CheckReport(say)
-    patient = doctor.check_files(file, report)
-    if patient is None or not doctor.check_port(patient, report):
+    loaded = doctor.check_files(file, report)
+    if loaded is None or not doctor.check_port(loaded, report):
         return False
-    with doctor.open_visitor(patient, insecure=insecure) as node:
+    with doctor.open_visitor(loaded, insecure=insecure) as node:
         node.answer_visitors()
         transport, until = node.transport, time.monotonic() + seconds
-        own = patient.roster.member(patient.own.name)
+        own = loaded.roster.member(loaded.own.name)
         at = "relays" if own.is_outbound else file.listen or own.address
         names = ", ".join(node.other_members[:10])
         report(f"listening at {at} for {seconds:.0f} s; the others rehearse now, too: {names}")

@@ -107,9 +107,9 @@ def test_the_roster_that_the_node_would_run_by_is_examined(tmp_path, port):
     kept.parent.mkdir(parents=True)
     kept.write_bytes(rosters.load_signed(tmp_path / "newer.toml"))
     said: list[str] = []
-    patient = doctor.check_files(file, lambda text, good=True: said.append(text))
-    assert patient is not None
-    assert patient.roster == newer
+    loaded = doctor.check_files(file, lambda text, good=True: said.append(text))
+    assert loaded is not None
+    assert loaded.roster == newer
     assert f"roster of {first.run}, version 2: signed, 2 members" in said
     assert any("has version 1 of the roster" in text for text in said)
 
