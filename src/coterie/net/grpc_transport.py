@@ -351,13 +351,11 @@ class GrpcTransport(GrpcRun, GrpcServer):
         if not self._most_links:
             return
         # By others than these this node is not called back, and not all are idle.
-        idle = [
-            peer for peer, link in self._links.items() if not link.calls and link.stream is None
-        ]
-        idle.sort(key=lambda peer: self._links[peer].used)
+        idle = [link for link in self._links.values() if not link.calls and link.stream is None]
+        idle.sort(key=lambda link: link.used)
         # The newest is that for which room is made.
-        for peer in idle[:-1][: max(0, len(self._links) - max(self._most_links.values()))]:
-            await self._close_link(peer)
+        for link in idle[:-1][: max(0, len(self._links) - max(self._most_links.values()))]:
+            await self._close_unless_used(link)
 
     async def _find_link(self, peer: str, seconds: float) -> _Link | Missing:
         """Return the link to a member; where there is none, dial it if anybody listens there.
@@ -445,7 +443,7 @@ class GrpcTransport(GrpcRun, GrpcServer):
                     link.inspected = time.monotonic()
                     self.start_task(self._inspect(link.member))
             elif state is _IDLING and was_up and await self._was_let_go(link):
-                self.start_task(self._close_link(peer))
+                self.start_task(self._close_unless_used(link))
             elif state is _IDLING:
                 # It was lost: whether the member is there shows when it is dialed again.
                 channel.get_state(try_to_connect=True)
@@ -564,6 +562,11 @@ class GrpcTransport(GrpcRun, GrpcServer):
                 if task is not None:
                     task.cancel()
             await link.channel.close()
+
+    async def _close_unless_used(self, link: _Link) -> None:
+        """Close a link on which no question has begun meanwhile, and not one that came after it."""
+        if not link.calls and self._links.get(link.member.name) is link:
+            await self._close_link(link.member.name)
 
     async def _redial(self, peer: str) -> None:
         await self._close_link(peer)

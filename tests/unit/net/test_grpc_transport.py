@@ -631,6 +631,31 @@ def test_a_link_that_made_room_is_dialed_again_when_it_is_needed_and_not_before(
         assert len(a.incoming) <= 2
 
 
+def test_a_link_that_made_room_and_is_needed_at_that_moment_is_not_closed_under_the_question(port):
+    with crowd(port, 2, 16) as (a, b):
+        assert b.ask_head("n0", "1", 2.0) == b"here"
+        link = b._links["n0"]
+        was_let_go, noticed = b._was_let_go, threading.Event()
+
+        async def begin_a_question(one: Any) -> bool:
+            found = await was_let_go(one)
+
+            def begin() -> None:
+                link.calls += 1
+                noticed.set()
+
+            b._loop.call_soon(begin)
+            return found
+
+        b._was_let_go = begin_a_question
+        incoming.close_connections(a._port, list_connections(a._port) or ())
+        assert noticed.wait(20)
+        threading.Event().wait(0.2)
+        assert b._links["n0"] is link
+        assert link.channel.get_state() is not grpc.ChannelConnectivity.SHUTDOWN
+        link.calls -= 1
+
+
 def test_a_member_whose_link_is_lost_is_not_taken_for_one_that_made_room(plain):
     a, b, _ = plain
     a.limit_links(16)
