@@ -474,6 +474,19 @@ def test_everybody_learns_the_cohort_from_the_server(network):
     assert everywhere(exchanges, choose) == [[0, 2]] * 3
 
 
+def test_a_server_waits_for_the_clients_of_its_cohort_alone(network):
+    _, (a, _b, c), events = network(3)
+
+    def take_part(exchange):
+        begin(exchange)
+        exchange.agree_on_cohort(lambda: torch.tensor([0, 2]))
+        return exchange.ask_server(message(int(exchange.ids[0])), double, torch.zeros(()))
+
+    everywhere((a, c), take_part)
+    served = [(e["arrived"], e["missing"]) for e in events if e["event"] == "serve"]
+    assert served == [([0, 2], {})]
+
+
 @pytest.mark.parametrize("ids", [[0, 0, 2], [2, 0], [0, 3], [-1, 0]])
 def test_a_cohort_that_is_no_set_of_clients_is_refused(network, ids):
     """Twice the same, out of order, beyond the population of three, below 0: a server that is wrong or lies."""
