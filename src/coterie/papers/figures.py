@@ -383,7 +383,8 @@ def plot_neighbors(
             values = np.array([own.reindex(rounds).to_numpy(float) for own in tables])
             band = draw_band(panels[1], name, place, rounds, values, PERCENT)
             rows += [(name, OWN.name, *one) for one in band]
-            chance.add(graph.expected_share(group[0].planted_clusters))
+            planted = np.delete(group[0].planted_clusters, group[0].late_clients)
+            chance.add(graph.expected_share(planted))
     if not chance:
         raise DataError(
             "no client here averaged with others whose clusters are known; there are no "

@@ -53,7 +53,8 @@ def summarize_phases(runs: Sequence[StoredRun], metric: str) -> list[dict[str, A
             found = [_measure_phase(run, metric, before, first, last) for run in group]
             row: dict[str, Any] = {"label": label, "phase": number, "first": first, "last": last}
             row |= {"metric": metric, "seeds": len(group)}
-            row["chance"] = graph.expected_share(group[0].planted_phases.select(first))
+            planted = group[0].planted_phases.select(first)
+            row["chance"] = graph.expected_share(np.delete(planted, group[0].late_clients))
             for name in ("moved", "begins", "mean", "share_before", "share_begins", "share"):
                 # A seed in which a model diverged leaves no mean.
                 row[name] = float(np.mean([one[name] for one in found]))

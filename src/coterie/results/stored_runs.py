@@ -116,14 +116,20 @@ class StoredRun:
         return pd.Series(last["cluster"].to_numpy(), index=last["client"].to_numpy()).sort_index()
 
     @cached_property
+    def late_clients(self) -> Int[np.ndarray, " late"]:
+        """The ids of clients that joined at the end: in no round did they read or were read."""
+        late = (self.metrics["split"] == newcomers.SPLIT).to_numpy()
+        client = self.metrics["client"].to_numpy(np.int64)
+        return np.setdiff1d(client[late], client[~late])
+
+    @cached_property
     def num_counted(self) -> int:
         """The number of clients that a cost per client is a mean over: in rounds, with results.
 
         Attackers have no results, and clients that joined at the end were in no round.
         """
-        in_rounds = (self.metrics["split"] != newcomers.SPLIT).to_numpy()
         # Of a node that joined late nobody was in a round, and nothing is counted.
-        return max(1, self.metrics.loc[in_rounds, "client"].nunique())
+        return max(1, len(self.client_clusters) - len(self.late_clients))
 
     @cached_property
     def counted_edges(self) -> pd.DataFrame:

@@ -458,6 +458,16 @@ def test_cost_is_of_the_clients_in_rounds_and_not_of_attackers(write_run, tmp_pa
     assert found["attacked"]["train_samples"] is None
 
 
+def test_random_reads_are_of_the_clients_in_rounds(write_run, tmp_path):
+    """Two clusters of two: a third of random reads is within them, whoever joins one at the end."""
+    metrics = [(0, c, c // 2, "validation", "current", "loss", 1.0) for c in range(4)]
+    metrics += [(0, c, 0, "new_clients", "joined", "loss", 1.0) for c in (4, 5)]
+    edges = [(0, c, (c + 1) % 4, "mix", 0.5, 8) for c in range(4)]
+    write_run(tmp_path / "s/A/seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges)
+    reads = build_payload(*load_runs([tmp_path / "s"]))["reads"]
+    assert reads["expected"] == pytest.approx(1 / 3)
+
+
 def test_labels_that_a_method_found_are_compared_with_the_truth(write_run, tmp_path):
     """In round 0 all four clients share a label (index 0); in round 1 the labels are the clusters under other names."""
     found = {0: [3, 3, 3, 3], 1: [5, 5, 2, 2]}

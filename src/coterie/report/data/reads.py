@@ -77,7 +77,9 @@ def build_reads(
     methods = []
     for place, runs in active.items():
         methods.append({"method": place, **_build_method_reads(runs, cluster, cell, ends, shown)})
-    expected = graph.expected_share(cluster) if cluster.max() > 0 else None
+    # Who joined at the end is read by nobody.
+    there = np.delete(cluster, next(iter(active.values()))[0].late_clients)
+    expected = graph.expected_share(there) if cluster.max() > 0 else None
     return {"cell": cell.tolist(), "ends": ends.tolist(), "expected": expected, "methods": methods}
 
 
