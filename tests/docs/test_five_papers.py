@@ -1579,7 +1579,7 @@ def test_what_the_page_says_of_seeds_and_orders_of_clients_is_what_the_runs_say(
     assert f"{random['paper'] - random['ours']:.1f} points below the paper in place of" in TEXT
     for point, words in (
         ("sequential", "too, {:.1f} % and {:.1f} % with our three seeds, but stop after {:.0f} and {:.0f} rounds"),
-        ("synchronous", "is not excluded: {:.1f} % and {:.1f} %, after {:.0f} and {:.0f}"),
+        ("synchronous", "as the paper says, {:.1f} % and {:.1f} % after {:.0f} and {:.0f} rounds"),
     ):  # fmt: skip
         own = means[point]
         assert {one["seeds"] for one in own} == {3}
@@ -1590,6 +1590,21 @@ def test_what_the_page_says_of_seeds_and_orders_of_clients_is_what_the_runs_say(
             one["rounds"] - (stops - 2) for one, stops in zip(own, (212.7, 168.5), strict=True)
         ]
         assert all((rounds < -20) == (point == "sequential") for rounds in early)
+
+    five = json.loads((folder / "similarity-order-stage-1.json").read_text())["results"]
+    random = {
+        row["point"]: one for row in five for one in row["cells"] if one["row"] == "random/fedavg"
+    }
+    numbers = (
+        random["synchronous"]["ours"],
+        random["sequential"]["ours"],
+        random["sequential"]["paper"],
+    )
+    words = "random peers have {:.1f} % by that order, with one seed, and {:.1f} % by the other, the paper {:.1f} %"
+    assert words.format(*numbers) in TEXT
+    assert all(one["ours"] - one["paper"] > 1 for one in random.values())
+    stored = in_percent("similarity/cifar10-label-5", "accuracy")
+    assert abs(stored["Random"] - random["sequential"]["paper"]) < 1
 
     exchanging = [*SIMILARITIES, *(f"{one} FedSim" for one in SIMILARITIES), "Random", "Oracle"]
     notes = (STORED / study / "notes.md").read_text()
@@ -1606,6 +1621,35 @@ def test_what_the_page_says_of_seeds_and_orders_of_clients_is_what_the_runs_say(
         said.append("{:.1f}, {:.1f} and {:.1f} %".format(*rows.mean(0)))
     words = "have on average {} by seed, and {} in the authors' stored runs"
     assert words.format(*said) in TEXT
+
+
+def test_what_the_page_says_of_the_posters_samples_is_what_the_grid_says():
+    """No number of samples has all four rows of the poster, at a third of the rounds."""
+    result = json.loads((STORED / "lineage/panm-pens-stage-1.json").read_text())
+    cells = {
+        row["point"]: {one["row"].partition("/")[0]: one for one in row["cells"]}
+        for row in result["results"]
+    }
+    away = {
+        point: {name: one["ours"] - one["paper"] for name, one in own.items()}
+        for point, own in cells.items()
+    }
+    few, many = cells["100 samples"], cells["200 samples"]
+    words = "with 200 Local has {:.1f} % (the poster {:.1f} %), and FedAvg, the oracle and PENS are {:.1f} to {:.1f} points above"
+    above = sorted(value for name, value in away["200 samples"].items() if name != "local")
+    local = many["local"]
+    assert words.format(local["ours"], local["paper"], above[0], above[-1]) in TEXT
+    words = "with 100 FedAvg has {:.1f} % ({:.1f} %), and the others are {:.1f} to {:.1f} below"
+    below = sorted(-value for name, value in away["100 samples"].items() if name != "fedavg")
+    fedavg = few["fedavg"]
+    assert words.format(fedavg["ours"], fedavg["paper"], below[0], below[-1]) in TEXT
+    words = "it is {:.1f} points above where it keeps one model of five, and {:.1f} where it selects for 20 rounds"
+    pens = [
+        away[f"200 samples, PENS {what}"]["pens"]
+        for what in ("keeps one of five", "selects for 20 rounds")
+    ]
+    assert words.format(*pens) in TEXT
+    assert {len(own) for own in cells.values()} == {4}
 
 
 def test_what_the_page_says_of_how_far_seeds_move_rotated_images():
