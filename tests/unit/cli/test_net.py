@@ -70,7 +70,7 @@ def test_mistakes_are_told_in_a_line(organizer, tmp_path):
     odd = coterie(
         "roster", organizer, "--study", "rotated-digits", "--features", "1,b", "--classes", "2"
     )
-    assert "--features is '1,b'; expected whole numbers" in odd
+    assert "--features is '1,b'; expected the shape of one input" in odd
     assert "run 'Two'; expected 1 to 63" in coterie("init", tmp_path / "x", "--run", "Two")
     assert not (tmp_path / "x").exists(), "nothing is made before everything is checked"
     assert "--days is -1; expected more than 0" in coterie(

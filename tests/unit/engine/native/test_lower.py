@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from coterie.engine.native import lower
-from coterie.engine.native.loops import Program, Value, dense_strides, in_memory
+from coterie.engine.native.loops import Program, Value, common_shape, dense_strides, in_memory
 from coterie.engine.native.lower import Lowering
 from coterie.engine.native.trace import ArrayKind, Dim, NotTraceableError, Operation, Ref, Trace
 
@@ -184,7 +184,7 @@ def test_a_slice_starts_where_pythons_does(given, size, expected):
     ],
 )  # fmt: skip
 def test_shapes_are_broadcast_from_the_last_axis(shapes, expected):
-    assert lower._broadcast(shapes) == expected
+    assert common_shape(shapes) == expected
     if all(isinstance(size, int) for shape in shapes for size in shape):
         assert torch.broadcast_shapes(*shapes) == expected
 
