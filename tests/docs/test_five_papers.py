@@ -1579,7 +1579,7 @@ def test_what_the_page_says_of_seeds_and_orders_of_clients_is_what_the_runs_say(
     assert f"{random['paper'] - random['ours']:.1f} points below the paper in place of" in TEXT
     for point, words in (
         ("sequential", "too, {:.1f} % and {:.1f} % with our three seeds, but stop after {:.0f} and {:.0f} rounds"),
-        ("synchronous", "as the paper says, {:.1f} % and {:.1f} % after {:.0f} and {:.0f} rounds"),
+        ("synchronous", "is not excluded: {:.1f} % and {:.1f} % after {:.0f} and {:.0f} rounds"),
     ):  # fmt: skip
         own = means[point]
         assert {one["seeds"] for one in own} == {3}
@@ -1595,16 +1595,15 @@ def test_what_the_page_says_of_seeds_and_orders_of_clients_is_what_the_runs_say(
     random = {
         row["point"]: one for row in five for one in row["cells"] if one["row"] == "random/fedavg"
     }
-    numbers = (
-        random["synchronous"]["ours"],
-        random["sequential"]["ours"],
-        random["sequential"]["paper"],
-    )
-    words = "random peers have {:.1f} % by that order, with one seed, and {:.1f} % by the other, the paper {:.1f} %"
-    assert words.format(*numbers) in TEXT
-    assert all(one["ours"] - one["paper"] > 1 for one in random.values())
-    stored = in_percent("similarity/cifar10-label-5", "accuracy")
-    assert abs(stored["Random"] - random["sequential"]["paper"]) < 1
+    late, once = random["sequential"], random["synchronous"]
+    words = "in five clusters random peers have {:.1f} % so, the paper {:.1f} %"
+    assert words.format(late["ours"], late["paper"]) in TEXT
+    # The order of the code, by seed: it comes as near to the other one as its seeds to each other.
+    stored = [one["Random", "all"] for one in of_each_seed("similarity/cifar10-label-5")]
+    words = "in five clusters {:.1f} % with one seed, where the order of the code has {:.1f} to {:.1f} %"
+    assert words.format(once["ours"], min(stored), max(stored)) in TEXT
+    assert once["ours"] - max(stored) < 0.1 < 0.7 < late["ours"] - max(stored)
+    assert once["seeds"] == 1
 
     exchanging = [*SIMILARITIES, *(f"{one} FedSim" for one in SIMILARITIES), "Random", "Oracle"]
     notes = (STORED / study / "notes.md").read_text()
