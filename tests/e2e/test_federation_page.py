@@ -10,7 +10,8 @@ from tests.unit.net.test_service import NAMES, Hall
 from coterie.net.federation_page import FederationPage
 
 selenium = pytest.importorskip("selenium", reason="selenium is not installed")
-from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402 (after the check)
+from selenium.common.exceptions import StaleElementReferenceException  # noqa: E402 (after the check)
+from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
@@ -29,14 +30,15 @@ def tab_to(browser, name: str) -> None:
     """Press the tabulator until an element has the focus, and then the return key."""
     for _ in range(40):
         ActionChains(browser).send_keys(Keys.TAB).perform()
-        if browser.switch_to.active_element.get_attribute("id") == name:
+        if browser.execute_script("return document.activeElement.id") == name:
             ActionChains(browser).send_keys(Keys.ENTER).perform()
             return
     raise AssertionError(f"{name} is not reached by the tabulator")
 
 
 def wait_for(browser, text: str) -> None:
-    WebDriverWait(browser, 30).until(
+    # The page may be drawn again between finding its main part and reading it.
+    WebDriverWait(browser, 30, ignored_exceptions=[StaleElementReferenceException]).until(
         lambda driver: text in driver.find_element(By.TAG_NAME, "main").text, text
     )
 
