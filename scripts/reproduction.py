@@ -135,13 +135,11 @@ def bias_table(results: Sequence[compare.StudyResult], deviations: counting.Seed
     for result in results:
         if result.experiment is None:
             continue
-        comparison = compare.compare_with_paper(result)
-        lines = counting.list_judged(comparison)
-        for one in counting.measure_bias(comparison, deviations):
+        for one in counting.measure_bias(compare.compare_with_paper(result), deviations):
             if one.compared < MIN_COMPARED:
                 few[f"`{one.study}`"] = None
             else:
-                moved = deviation_over_seeds(result.folder, lines[one.metric])
+                moved = deviation_over_seeds(result.folder, one.lines)
                 found.append((compare.is_full_size(result.study), moved, one))
     found.sort(key=lambda row: (not row[-1].is_one_sided, row[-1].study))
     cells = []
@@ -384,6 +382,7 @@ def filled(text: str, folder: Path) -> str:
         value(LABEL, METRIC, study=STUDY, cluster=CLUSTER, seed=SEED)
                                              the mean over clients and seeds, or of one cluster, or over "clusters"; of
                                              another stored study where one is named; of one seed where one is given
+        by_seed(LABEL, METRIC)               the mean over clients with each seed, percentages in %
         trial(LABEL, METRIC, seed=SEED)      the same, of a run with one setting changed
         trained(LABEL)                       rounds in which a client trained, mean over clients and seeds
         setting(PATH)                        of the study's config.toml, such as "data.num_clients"
@@ -419,6 +418,11 @@ def filled(text: str, folder: Path) -> str:
         seen.append(what)
         return f"{what} †"
 
+    def by_seed(label: str, metric: str) -> str:
+        own = means(folder)
+        each = (own[label, metric, "all", seed] for seed in origin["seeds"])
+        return ", ".join(f"{metrics.REGISTRY[metric].scale * value:.1f}" for value in each)
+
     origin = json.loads((folder / "origin.json").read_text())
     result = compare.load_result(folder)
     pairs = [] if result.experiment is None else compare.compare_with_paper(result).pairs
@@ -426,6 +430,7 @@ def filled(text: str, folder: Path) -> str:
         "value": lambda label, metric, study="", cluster="all", seed=None: (
             means(STORED / study if study else folder)[label, metric, cluster, seed]
         ),
+        "by_seed": by_seed,
         "trial": lambda label, metric, seed=None: means(trials_of(folder))[label, metric, "all", seed],
         "trained": lambda label: origin["rounds_trained"][label],
         "setting": setting, "typed": typed, "paper": str, "kept": sum(one.kept for one in pairs), "clear": len(pairs),

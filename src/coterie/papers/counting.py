@@ -138,22 +138,39 @@ class TableBias:
 
     Args:
         study: its name.
-        metric: its name.
-        difference: the mean of ours - paper, in the units of the metric (accuracies: 0 to 1); over
-            rows and clusters that `list_judged` has, as all that follows.
-        below: how many numbers are less than the paper's.
-        above: how many are more.
-        seeds: the fewest seeds of a number.
+        lines: its numbers by one metric, over rows and clusters; without undecided, chosen or
+            predicted ones.
         verdicts: of the numbers.
     """
 
     study: str
-    metric: str
-    difference: float
-    below: int
-    above: int
-    seeds: int
+    lines: Sequence[ComparedNumber]
     verdicts: VerdictCounts
+
+    @property
+    def metric(self) -> str:
+        """The name of the metric."""
+        return self.lines[0].metric
+
+    @property
+    def difference(self) -> float:
+        """The mean of ours - paper, in the units of the metric (accuracies: 0 to 1)."""
+        return float(np.mean([line.difference for line in self.lines]))
+
+    @property
+    def below(self) -> int:
+        """How many numbers are less than the paper's."""
+        return sum(line.difference < 0 for line in self.lines)
+
+    @property
+    def above(self) -> int:
+        """How many are more."""
+        return sum(line.difference > 0 for line in self.lines)
+
+    @property
+    def seeds(self) -> int:
+        """The fewest seeds of a number."""
+        return min(line.seeds for line in self.lines)
 
     @property
     def compared(self) -> int:
@@ -172,31 +189,16 @@ class TableBias:
         return self.compared >= 6 and self.side[1] >= 0.9 * self.compared
 
 
-def list_judged(comparison: PaperComparison) -> dict[str, list[ComparedNumber]]:
-    """Return the numbers of a study by metric, without undecided, chosen or predicted ones."""
+def measure_bias(comparison: PaperComparison, deviations: SeedDeviations) -> list[TableBias]:
+    """Return how far the numbers of a study lie to one side, for each metric."""
     by_metric: dict[str, list[ComparedNumber]] = {}
     for line in comparison.lines:
         if line.within is not None and not line.chosen and not line.predicted:
             by_metric.setdefault(line.metric, []).append(line)
-    return by_metric
-
-
-def measure_bias(comparison: PaperComparison, deviations: SeedDeviations) -> list[TableBias]:
-    """Return how far the numbers of a study lie to one side, for each metric."""
     found = []
-    for metric, lines in list_judged(comparison).items():
-        differences = [line.difference for line in lines]
-        found.append(
-            TableBias(
-                comparison.study,
-                metric,
-                float(np.mean(differences)),
-                sum(one < 0 for one in differences),
-                sum(one > 0 for one in differences),
-                min(line.seeds for line in lines),
-                count_verdicts([(comparison.source, line) for line in lines], deviations),
-            )
-        )
+    for lines in by_metric.values():
+        verdicts = count_verdicts([(comparison.source, line) for line in lines], deviations)
+        found.append(TableBias(comparison.study, lines, verdicts))
     return found
 
 

@@ -117,7 +117,7 @@ class StoredRun:
 
     @cached_property
     def late_clients(self) -> Int[np.ndarray, " late"]:
-        """The ids of clients that joined at the end: in no round did they read or were read."""
+        """The ids of clients that joined at the end: they were in no round, and nobody read them."""
         late = (self.metrics["split"] == newcomers.SPLIT).to_numpy()
         client = self.metrics["client"].to_numpy(np.int64)
         return np.setdiff1d(client[late], client[~late])

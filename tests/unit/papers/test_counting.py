@@ -129,7 +129,8 @@ def test_a_table_is_told_with_its_mean_difference_its_side_and_its_verdicts():
 )
 def test_a_table_is_one_sided_with_nine_tenths_of_six_numbers(below, above, expected):
     counts = VerdictCounts(0, 0, 0, below + above, 0, 0)
-    bias = counting.TableBias("s", "mse", 0.0, below, above, 1, counts)
+    lines = [number(0.5, 0.6)] * below + [number(0.7, 0.6)] * above
+    bias = counting.TableBias("s", lines, counts)
     assert bias.is_one_sided is expected
 
 

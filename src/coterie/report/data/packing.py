@@ -162,7 +162,8 @@ def nan_mean_std(
 ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"]]:
     """Return mean and population standard deviation over the first axis, without missing values.
 
-    Infinite values, of models that diverged, leave both NaN. A single value has no deviation: it is NaN, as `summary.mean_std_over_seeds` has None.
+    Infinite values, of models that diverged, leave both NaN. A single value has no deviation: it is
+    NaN, as `summary.mean_std_over_seeds` has None.
     """
     # Without numpy's nanmean, which warns when all are missing.
     known = np.isfinite(stacked)
