@@ -93,7 +93,7 @@ def _show_result(name: str, stage: int, result: Mapping[str, Any]) -> str:
     title = f"### {name}: {STAGES[stage][1].lower()}"
     where = told(f"lineage/{name}-stage-{stage}", made)
     command = f"```console\n$ {made['command']}\n```"
-    several = len({one["study"] for one in first}) > 1
+    several = "study" in apart
     stopped = [
         "rounds trained, "
         + (f"{_shorten('study', study)}, " if several else "")
