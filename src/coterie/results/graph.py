@@ -6,9 +6,11 @@ comparisons, reports and notebooks use them.
 
 Client `i` reads client `j` when it receives the model of `j`: rows of every matrix are readers.
 Reads of the client's own model and messages that did not arrive (purpose "missing") are not
-counted.
+counted. A planted cluster of -1 is unknown, as an attacker's: such a client has no cluster to find,
+and a read of it is outside the reader's.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -89,14 +91,17 @@ def within_share(
 
     Args:
         edges: the edges table.
-        truth: the planted cluster of each client, or that by round.
+        truth: the planted cluster of each client, or that by round; readers of which it is unknown
+            are not counted.
     """
     if not isinstance(truth, PlantedPhases):
         truth = PlantedPhases(np.zeros(1, np.int64), truth[None])
     index, reader, read = _select_peer_reads(edges)
+    own = truth.find(index, reader)
+    known = own >= 0
+    same = own[known] == truth.find(index[known], read[known])
     # `place` is the index of each read's round among the rounds.
-    rounds, place, pulls = np.unique(index, return_inverse=True, return_counts=True)
-    same = truth.find(index, reader) == truth.find(index, read)
+    rounds, place, pulls = np.unique(index[known], return_inverse=True, return_counts=True)
     inside = np.bincount(place, weights=same, minlength=len(rounds))
     return pd.Series(inside / pulls, index=rounds, dtype=float, name="within")
 
@@ -133,21 +138,24 @@ def within_share_of_groups(metrics: pd.DataFrame, truth: PlantedPhases) -> pd.Se
 
 
 def expected_share(truth: Int[np.ndarray, " population"]) -> float:
-    r"""Within-cluster share of random reads: $\sum_c n_c (n_c - 1) / (K (K - 1))$.
+    r"""Within-cluster share of random reads: $\sum_c n_c (n_c - 1) / (k (K - 1))$.
+
+    Readers are the $k$ of $K$ clients whose planted cluster is known.
 
     Example:
         >>> expected_share(np.repeat([0, 1, 2, 3], 25)).__round__(3)
         0.242
     """
-    sizes = np.unique(truth, return_counts=True)[1]
-    total = len(truth)
-    return float((sizes * (sizes - 1)).sum() / (total * (total - 1))) if total > 1 else 0.0
+    sizes = np.unique(truth[truth >= 0], return_counts=True)[1]
+    pairs = sizes.sum() * (len(truth) - 1)
+    return float((sizes * (sizes - 1)).sum() / pairs) if pairs else 0.0
 
 
 def rounds_to_discovery(
     edges: pd.DataFrame,
     truth: Int[np.ndarray, " population"],
     *,
+    absent: Sequence[int] | Int[np.ndarray, " absent"] = (),
     share: float = 0.8,
     window: int = 5,
 ) -> Float[np.ndarray, " population"]:
@@ -155,25 +163,29 @@ def rounds_to_discovery(
 
     Of its reads in the last `window` active rounds ($m_t$ in round $t$), $a$ are within the
     client's cluster; random peers give $c = \sum_t m_t (n_c - 1) / (K - 1)$ on average, and at most
-    $b = \sum_t \min(m_t, n_c - 1)$ are possible. It has discovered its cluster in the first round
-    with $a - c \ge s (b - c)$, so that chance in a large cluster does not count as discovery, and a
-    small cluster can still be discovered.
+    $b = \sum_t \min(m_t, n_c - 1)$ are possible; $K$ and $n_c$ count clients that can be read. It
+    has discovered its cluster in the first round with $a - c \ge s (b - c)$, so that chance in a
+    large cluster does not count as discovery, and a small cluster can still be discovered.
 
     Args:
         edges: the edges table.
         truth: the planted cluster of each client.
+        absent: ids of clients that were in no round, such as those that joined at the end.
         share: the share $s$ of the way from chance to the maximum that counts as discovery, in (0,
             1].
         window: number of active rounds that are counted together, at least 1.
 
     Returns:
         The round per client; NaN for a client that never discovers its cluster, such as one that is
-        alone in it, reads all others, or is active in fewer than `window` rounds.
+        alone in it, reads all others, is active in fewer than `window` rounds, or has no known
+        cluster.
     """
     require(0 < share <= 1, "share", share, "a number above 0 and at most 1")
     require(window >= 1, "window", window, "a number of rounds, 1 or more")
     found = np.full(len(truth), np.nan)
     index, reader, read = _select_peer_reads(edges)
+    known = truth[reader] >= 0
+    index, reader, read = index[known], reader[known], read[known]
     if not len(index):
         return found
     # Sorted by reader, then by round: each (reader, round) is one contiguous block.
@@ -184,9 +196,9 @@ def rounds_to_discovery(
     client, rounds = reader[order][starts], index[order][starts]
     pulls = np.diff(starts, append=len(order))
     right = np.add.reduceat(inside.astype(np.int64), starts)
-    # `truth` may begin at -1; bincount takes no negative numbers.
-    others = np.bincount(truth - truth.min())[truth - truth.min()][client] - 1
-    chance, best = pulls * others / (len(truth) - 1), np.minimum(pulls, others)
+    there = np.delete(truth, np.asarray(absent, np.int64))
+    others = np.bincount(there[there >= 0])[truth[client]] - 1
+    chance, best = pulls * others / (len(there) - 1), np.minimum(pulls, others)
     # Prefix sums with a zero before them: the sum over a window is a difference of two entries.
     reached = np.concatenate([[0.0], (right - chance).cumsum()])
     needed = np.concatenate([[0.0], (share * (best - chance)).cumsum()])

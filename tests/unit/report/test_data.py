@@ -468,6 +468,33 @@ def test_random_reads_are_of_the_clients_in_rounds(write_run, tmp_path):
     assert reads["expected"] == pytest.approx(1 / 3)
 
 
+def test_clusters_are_found_by_clients_in_rounds_that_have_one(write_run, tmp_path):
+    """Two pairs read each other, and one client another once; an attacker reads all; a client joins at the end."""
+    metrics = [
+        (r, c, c // 2, "validation", "current", "loss", 1.0) for r in range(5) for c in range(4)
+    ]
+    metrics += [(4, 4, 0, "new_clients", "joined", "loss", 1.0)]
+    edges = [(r, c, c ^ 1, "mix", 0.5, 8) for r in range(5) for c in range(4)]
+    edges += [(r, 5, c, "mix", 0.5, 8) for r in range(5) for c in range(4)] + [
+        (0, 0, 2, "mix", 0.5, 8)
+    ]
+    write_run(tmp_path / "s/A/seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges)
+    reads = build_payload(*load_runs([tmp_path / "s"]))["reads"]
+    (one,) = reads["methods"]
+    assert (one["asked"], one["found"], reads["expected"]) == (4, [4] * 4, 0.25)
+    np.testing.assert_allclose(unpack(one["share"]), [0.8, 1, 1, 1, 1], atol=1e-4)
+
+
+def test_reads_without_planted_clusters_are_not_compared_with_any(write_run, tmp_path):
+    """Two clients without a cluster: nothing to be found, and no share of reads."""
+    metrics = [(0, c, -1, "validation", "current", "loss", 1.0) for c in range(2)]
+    edges = [(0, 0, 1, "mix", 0.5, 8), (0, 1, 0, "mix", 0.5, 8)]
+    write_run(tmp_path / "s/A/seed-0", kind="dac", label="A", seed=0, metrics=metrics, edges=edges)
+    reads = build_payload(*load_runs([tmp_path / "s"]))["reads"]
+    (one,) = reads["methods"]
+    assert (reads["expected"], one["asked"], one["rounds"]) == (None, 0, [])
+
+
 def test_labels_that_a_method_found_are_compared_with_the_truth(write_run, tmp_path):
     """In round 0 all four clients share a label (index 0); in round 1 the labels are the clusters under other names."""
     found = {0: [3, 3, 3, 3], 1: [5, 5, 2, 2]}

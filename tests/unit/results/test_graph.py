@@ -52,6 +52,19 @@ def test_within_share_is_per_round():
     assert share.to_dict() == {0: 0.5, 4: 1.0}
 
 
+def test_reads_of_unknown_clients_are_outside_and_readers_of_these_are_not_counted():
+    """Client 1 reads one of its cluster and one attacker; attackers read each other and it."""
+    truth = np.array([-1, 0, 0, -1])
+    table = edges((0, 1, 2), (0, 1, 0), (0, 0, 3), (0, 3, 0), (0, 3, 1))
+    assert graph.within_share(table, truth).to_dict() == {0: 0.5}
+
+
+def test_random_reads_meet_unknown_clients():
+    """Two pairs and an attacker: one of the four clients that each may read is of its cluster."""
+    assert graph.expected_share(np.array([0, 0, 1, 1, -1])) == 0.25
+    assert graph.expected_share(np.array([-1, -1])) == 0.0
+
+
 @pytest.mark.parametrize(
     ("sizes", "share"),
     [([25] * 4, 0.242), ([70, 20, 5, 5], 0.530), ([40, 60], 0.515), ([20] * 5, 0.192), ([1], 0.0)],
@@ -83,6 +96,23 @@ def test_discovery_asks_no_more_of_a_small_cluster_than_it_holds():
     truth = np.array([0, 0, 1, 1, 1])
     table = edges((0, 0, 1), (0, 0, 2), (1, 0, 1), (1, 0, 3))
     assert graph.rounds_to_discovery(table, truth, share=1.0, window=2)[0] == 1
+
+
+def test_who_was_in_no_round_is_no_chance_and_no_choice():
+    """Of three peers one is of its kind: client 0 read it whenever it could, and another once."""
+    truth = np.array([0, 0, 1, 1, 0])
+    table = edges((0, 0, 1), (0, 0, 2), (1, 0, 1))
+    found = graph.rounds_to_discovery(table, truth, absent=[4], share=1.0, window=2)
+    np.testing.assert_array_equal(found, [1, *[np.nan] * 4])
+    assert np.isnan(graph.rounds_to_discovery(table, truth, share=1.0, window=2)).all()
+
+
+def test_unknown_clients_find_no_cluster():
+    """Two attackers read each other always; so do two clients, of the three others that are there."""
+    truth = np.array([-1, -1, 0, 0])
+    table = edges(*[(r, *pair) for r in (0, 1) for pair in ((0, 1), (1, 0), (2, 3), (3, 2))])
+    found = graph.rounds_to_discovery(table, truth, window=2)
+    np.testing.assert_array_equal(found, [np.nan, np.nan, 1, 1])
 
 
 def test_reading_everyone_discovers_nothing():

@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Float, Int
 from scipy import sparse
 
@@ -115,7 +116,9 @@ def _build_method_reads(
     rounds = rounds[thin_indices(len(rounds), MOST_POINTS)]
     stacked = np.array([share.reindex(rounds).to_numpy(float) for share in shares])
     mean, spread = nan_mean_std(stacked)
-    found = np.concatenate([graph.rounds_to_discovery(table, cluster) for table in latest])
+    found = np.concatenate(
+        [_find_discovery(run, table, cluster) for run, table in zip(runs, latest, strict=True)]
+    )
     groups = graph.find_communities(since)
     # A window holds a number for each pair of clients: many of large populations make a huge page.
     windows = WINDOWS if population <= 300 else 2
@@ -143,6 +146,16 @@ def _build_method_reads(
         "peers": pack_array(peers, id_type),
         "times": pack_array(np.minimum(times, 65535), "u16"),  # the largest number of the type
     }
+
+
+def _find_discovery(
+    run: StoredRun, edges: pd.DataFrame, cluster: Int[np.ndarray, " population"]
+) -> Float[np.ndarray, " looking"]:
+    """Return when each client found its cluster, of those that were in rounds and have one."""
+    found = graph.rounds_to_discovery(edges, cluster, absent=run.late_clients)
+    looking = cluster >= 0
+    looking[run.late_clients] = False
+    return found[looking]
 
 
 def _pad_phases(run: StoredRun, cluster: Int[np.ndarray, " population"]) -> PlantedPhases:
