@@ -170,7 +170,7 @@ def rounds_to_discovery(
     Args:
         edges: the edges table.
         truth: the planted cluster of each client.
-        absent: ids of clients that were in no round, such as those that joined at the end.
+        absent: ids of clients that were in no round, such as clients that joined late.
         share: the share $s$ of the way from chance to the maximum that counts as discovery, in (0,
             1].
         window: number of active rounds that are counted together, at least 1.

@@ -151,7 +151,7 @@ def _build_method_reads(
 def _find_discovery(
     run: StoredRun, edges: pd.DataFrame, cluster: Int[np.ndarray, " population"]
 ) -> Float[np.ndarray, " looking"]:
-    """Return when each client found its cluster, of those that were in rounds and have one."""
+    """Return when each client found its cluster, of clients that were in rounds and have one."""
     found = graph.rounds_to_discovery(edges, cluster, absent=run.late_clients)
     looking = cluster >= 0
     looking[run.late_clients] = False
