@@ -104,7 +104,7 @@ def name_setting(setting: Setting) -> str:
     """Return a setting in words."""
     clients, shift, clusters, absent = setting
     away = f", {100 * absent:.0f} % away" if absent else ""
-    return f"{clients:,} clients, {shift}, {clusters:,} clusters{away}"
+    return f"{clients:,} clients, {shift}, clusters of {clients // clusters:,}{away}"
 
 
 def show_differences(groups: Mapping[Setting, Any]) -> str:

@@ -43,13 +43,15 @@ HEAD = """<!-- made by scripts/waiting.py; do not edit -->
 
 A round in step lasts as long as its slowest client. [Clients that do not wait](../how-to/asynchronous.md) train again at once, on what
 has reached them by then: they train more often, and read older models. In between are rounds with [a deadline](../how-to/asynchronous.md#deadlines):
-who is late misses the round. What is better after the same time? Each method ran in all three ways, while slow clients took 1, 2, 5 and
-10 times as long as the others, who need a second for a training; the deadline is that second, so that the slow ones are always late.
+who is late misses the round. What is better after the same time? Each method ran in all three ways (Local without the
+deadline), while slow clients took 1, 2, 5 and 10 times as long as the others, who need a second for a training; the deadline is that
+second, so that the slow ones are always late.
 Servers (FedAvg, Ditto) that do not wait take in the updates of a quarter of the digits' clients, of three of CIFAR-10's, or of two hospitals,
 at a time (FedBuff), so that they are another method with equal speeds too. Messages take no time here, so that only training is waited for.
 
 The numbers are differences in test accuracy from waiting for everybody, after {seconds}, in points: above zero waiting is worse. In
-brackets is the 95 % interval over {seeds} seeds, paired by seed and client; bold is an interval on one side of zero.
+brackets is the 95 % interval over {seeds} seeds, paired by seed and client; bold is an interval on one side of zero. Intervals are
+not corrected for their number: where nothing differs, one in twenty is bold by chance.
 [How pairs are compared](comparisons.md).
 """
 TAIL = """## What to take from it

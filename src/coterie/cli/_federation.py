@@ -1,5 +1,6 @@
 """The commands of a standing federation: `coterie federation ...`, `propose`, `approve`, ..."""
 
+import inspect
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,8 @@ def add_commands(app: typer.Typer) -> None:
         ("rekey", _net.rekey_member),
         ("move", _net.move_member),
     ):
-        federation.command(name)(command)
+        text = inspect.cleandoc(command.__doc__ or "")
+        federation.command(name, help=text.replace("coterie net", "coterie federation"))(command)
 
 
 @federation.command("create")

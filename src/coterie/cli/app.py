@@ -317,7 +317,13 @@ def list_runs(
     ] = None,
     out: Out = Path("runs"),
 ) -> None:
-    """List the studies, sweeps and tunings in a folder, and which runs are finished."""
+    """List the studies, sweeps and tunings in a folder, and which runs are finished.
+
+    [bold]Examples[/bold]
+
+      coterie list
+      coterie list tuned
+    """
     from coterie.results import coverage
     from coterie.studies.run import find_studies
     from coterie.studies.sweep import load_plan

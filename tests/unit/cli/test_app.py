@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import typer
 
 from coterie import __version__
 from coterie._util import manifest
@@ -630,6 +631,25 @@ def test_every_command_explains_itself(coterie, command):
     status, out, _ = coterie(command, "--help")
     assert status == 0
     assert "Usage" in out
+
+
+def list_helps(command, path=()):
+    """The path of every command and the text of its help."""
+    if not hasattr(command, "commands"):
+        return [(path, command.help)]
+    inner = command.commands.items()
+    return [one for name, part in inner for one in list_helps(part, (*path, name))]
+
+
+def test_the_examples_of_a_help_are_of_that_command():
+    """Also where one function is two commands, such as `net join` and `federation join`."""
+    helps = list_helps(typer.main.get_command(app_module.app))
+    assert ("federation", "join") in dict(helps)
+    for path, text in helps:
+        examples = re.findall(r"^ *coterie (.*)$", text, re.MULTILINE)
+        assert examples, path
+        for example in examples:
+            assert tuple(example.split()[: len(path)]) == path, example
 
 
 @pytest.mark.slow
