@@ -1526,6 +1526,23 @@ def test_what_the_page_says_of_networks_with_rotations_is_what_the_grid_says():
     assert {one["seeds"] for row in rows.values() for one in row["cells"]} == {2}
 
 
+def test_what_the_page_says_of_small_clusters_is_what_the_grid_says():
+    """The code's rule takes most of the clusters away, not as many as had to be for a finding."""
+    result = json.loads((STORED / "lineage/fedgwc-clusters-stage-1.json").read_text())
+    found = {row["point"]: row["cells"][0] for row in result["results"]}
+    ours = {name: round(one["ours"]) for name, one in found.items()}
+    words = "with it there are {}, and {} without (a first stage: 4,000 rounds"
+    assert words.format(ours["parts of ten"], ours["parts of three"]) in TEXT
+    words = "with that rule there are {} clusters with 0.1, too"
+    assert words.format(ours["parts of ten, beta 0.1"]) in TEXT
+    changes = result["origin"]["config"]["changes"]
+    assert {"rounds=4000", 'model.kind="cnn-a"'} < set(changes["parts of three"])
+    paper = {one["paper"] for one in found.values()}
+    assert paper == {4.0}
+    assert {one["seeds"] for one in found.values()} == {1}
+    assert 1 < ours["parts of ten"] - 4 < (ours["parts of three"] - 4) / 3
+
+
 def test_what_the_page_says_of_crops_and_flips_is_what_the_runs_say():
     """FedAvg with them is as far above the paper as it is below it without, with all rounds."""
     study = "sosicfl/cifar10-simplecnn-5-fold"
