@@ -55,6 +55,8 @@ FIELDS = (
 )
 NOT_INFERRED = ("dirty", "config", "seeds")
 """Fields that are unknown for results that were stored without them."""
+BETWEEN_RUNS = 10
+"""Seconds in which a run is set up, at most."""
 GOLDEN = {
     "wire": ROOT / "tests/golden/wire/vectors.json",
     "runs": ROOT / "tests/golden/runs/runs.json",
@@ -358,8 +360,10 @@ def keep(
         # a sweep's own is written at its end
         started = min(path.stat().st_mtime for path in run.rglob(stored_runs.CONFIG))
         elapsed = (run / "summary.json").stat().st_mtime - started
-        # A folder that was made of others' runs, or written again, is younger than they took.
-        if elapsed >= max(one.provenance["timing"]["wall_s"] for one in runs):
+        took = [one.provenance["timing"]["wall_s"] for one in runs]
+        # A folder that was made of others' runs, or written again, is younger than they took; one
+        # in which runs were stopped, or which got further runs later, is older.
+        if max(took) <= elapsed <= sum(took) + BETWEEN_RUNS * len(took):
             told_["elapsed_s"] = round(elapsed, 1)
     if join:
         content, each, told_, settings = joined(target, content, each, told_, settings)
