@@ -1139,10 +1139,10 @@ def test_what_the_page_says_of_mirrored_images_is_what_the_runs_say():
             if line.metric.endswith("accuracy_max") and not line.chosen
         ]  # fmt: skip
         ran = {"fedavg/fedavg", "sosicfl/fedavg"}
-        if split == "5-fold":
+        if split != "dirichlet":
             ran.add("fedprox/fedavg")
             near = [line for line in best if line.row == "fedprox/fedavg"]
-            assert all(abs(line.difference) < 0.002 for line in near)
+            assert all(abs(line.difference) < 0.004 for line in near)
         assert {line.row for line in best} == ran
         assert len(best) == 2 * len(ran)
         assert all(abs(line.difference) < 0.02 for line in best)
