@@ -63,6 +63,16 @@ class Attack(Configurable):
         fits = self.strength is None or self.kind not in (LABEL_FLIP, COPY)
         require(fits, "strength", self.strength, f"none for {self.kind!r}")
 
+    def load_function(self) -> Any:
+        """Return the function of a custom attack; None for the kinds that are built in.
+
+        Raises:
+            ConfigError: when there is none, or it cannot be called with an `AttackContext`.
+        """
+        if str(self.kind) in KINDS:
+            return None
+        return import_function(str(self.kind), f"attack {self.kind!r}", ("context",))
+
     @property
     def needs_honest_models(self) -> bool:
         """Whether the attack depends on the models that honest clients publish."""
@@ -264,7 +274,7 @@ class AttackingExchange(ExchangeWrapper[Exchange]):
                 others = own
             little = others.double().mean(0) - power * others.double().std(0, correction=0)
             return little.expand(len(own), -1)
-        function = import_function(kind, f"attack {kind!r}", ("context",))
+        function = attack.load_function()
         # Copies: a custom attack may write into what it gets.
         made = function(
             AttackContext(own.clone(), honest.clone(), self._rng.round, ids, power, self._rng)

@@ -76,6 +76,24 @@ def separate_newcomers(
 ) -> NewcomerSplit | None:
     """Separate the newcomers from the others; None where the settings ask for none.
 
+    The arguments and errors are those of `find_newcomers`.
+    """
+    new = find_newcomers(federation, settings, method, seed)
+    if new is None:
+        return None
+    inside = torch.ones(len(federation), dtype=torch.bool)
+    inside[new] = False
+    others = inside.nonzero().flatten()
+    # Participants first, so that their rows are the same in both federations.
+    order = torch.cat([others, new])
+    return NewcomerSplit(federation.select_clients(others), federation.select_clients(order), order)
+
+
+def find_newcomers(
+    federation: Federation, settings: Settings, method: Method, seed: int
+) -> Int[Tensor, " rows"] | None:
+    """Return the rows of the newcomers, ascending; None where the settings ask for none.
+
     Who they are depends on the seed alone, or is given by the settings.
 
     Args:
@@ -97,19 +115,15 @@ def separate_newcomers(
             "nothing says how a client joins late"
         )
     new = choose_newcomers(settings.new_clients, len(federation), federation.client_names, seed)
-    inside = torch.ones(len(federation), dtype=torch.bool)
-    inside[new] = False
-    others = inside.nonzero().flatten()
+    others = len(federation) - len(new)
     # One client alone trains with nobody, and says nothing of who joins it.
-    if len(others) < 2:
+    if others < 2:
         raise ConfigError(
-            f"new_clients is {settings.new_clients!r}: of {len(federation)} clients {len(others)} "
+            f"new_clients is {settings.new_clients!r}: of {len(federation)} clients {others} "
             "would take part; "
             "expected two or more"
         )
-    # Participants first, so that their rows are the same in both federations.
-    order = torch.cat([others, new])
-    return NewcomerSplit(federation.select_clients(others), federation.select_clients(order), order)
+    return new
 
 
 def choose_newcomers(

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -40,7 +40,12 @@ from coterie.runtime import checkpoint
 from coterie.runtime.final_metrics import list_diverged_clients, select_defined, select_final_tests
 from coterie.runtime.loop import Loop
 from coterie.runtime.models import Kind, Models, Which, collect_models
-from coterie.runtime.newcomers import NewcomerSplit, join_newcomers, separate_newcomers
+from coterie.runtime.newcomers import (
+    NewcomerSplit,
+    find_newcomers,
+    join_newcomers,
+    separate_newcomers,
+)
 from coterie.runtime.record import Record
 from coterie.runtime.settings import Settings
 from coterie.runtime.taken_home import check_models_home
@@ -576,16 +581,28 @@ def _check_types(federation: object, method: object, model: object, settings: ob
 
 
 def check_run(
-    federation: Federation, method: Method, model: ModelSource, settings: Settings
+    federation: Federation,
+    method: Method,
+    model: ModelSource,
+    settings: Settings,
+    seeds: Sequence[int] = (0,),
 ) -> Task:
     """Check a run before anything is written: one training step, and the method's first state.
 
     The arguments and errors are those of `make_task`; a method may refuse data that it cannot use.
+    With each of the seeds there must be the clients that attack or join late.
     """
     _check_types(federation, method, model, settings)
     check_phases(federation, method, settings)
+    for seed in seeds:
+        find_newcomers(federation, settings, method, seed)
+        attackers.choose_attackers(federation, settings.attack_list, seed)
+    for attack in settings.attack_list:
+        attack.load_function()
     # The forecast makes the method's first state, of two small populations.
     task = make_task(federation, method, model, settings, follows_phases=True)
+    if settings.virtual_time is not None:
+        Clock(settings.virtual_time, task.count_steps(settings.local), seeds[0])
     _forecast_run(task, federation, method, settings, stored=False)
     return task
 

@@ -234,7 +234,7 @@ class _PlanWork:
                 raise ConfigError(describe_unknown("engine", engine, ENGINE_NAMES))
             # The loop engine needs no compilation, and the check is of the model and the data.
             quick = replace(entry.settings, engine="loop", portable=False)
-            task = check_run(federation, entry.method, model, quick)
+            task = check_run(federation, entry.method, model, quick, study.seeds)
             key = point, entry.label
             scaled = study.scale_method(entry.label)
             work.add_method(key, task, scaled.settings, len(study.seeds), study.model)

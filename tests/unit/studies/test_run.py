@@ -1,6 +1,7 @@
 """Studies: folders that are never overwritten unasked, and runs that go on to the same bytes."""
 
 import json
+import re
 import shutil
 import threading
 import unicodedata
@@ -601,4 +602,42 @@ def test_data_that_a_method_can_do_nothing_with_are_refused_before_anything_is_w
         ConfigError, match="sosicfl compares clients by how many samples of each class they have"
     ):
         run_study(config.parse_study_text(text), out=tmp_path, federation=regression)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right", "said"),
+    [
+        (
+            "attacks=[{kind='noise', clients=['nobody']}]",
+            "attacks=[{kind='noise', clients=[1]}]",
+            "attacks[0]: clients is 'nobody'",
+        ),
+        (
+            "attacks=[{kind='nowhere:zeros', clients=1}]",
+            "attacks=[{kind='noise', clients=1}]",
+            "there is no module 'nowhere'",
+        ),
+        ("new_clients=['nobody']", "new_clients=[1]", "new_clients is 'nobody'"),
+        ("new_clients=5", "new_clients=1", "of 6 clients 1 would take part"),
+        ("time={round_seconds=[1.0]}", "time={round_seconds=1.0}", "has 1 numbers"),
+    ],
+)
+def test_clients_that_there_are_not_are_refused_before_anything_is_written(
+    tmp_path, wrong, right, said
+):
+    """Else the setting that was mended would be refused as another one than that of the folder."""
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        run_study(small(wrong), out=tmp_path, federation=tiny_federation())
+    assert not list(tmp_path.iterdir())
+    assert run_study(small(right), out=tmp_path, federation=tiny_federation()).folder.exists()
+
+
+def test_an_attacker_that_one_seed_alone_lacks_is_found_before_the_first_run(tmp_path):
+    """The first attack draws one of six clients, which is the named one with some seeds only."""
+    attacks = "attacks=[{kind='noise', clients=1}, {kind='scale', clients=[0]}]"
+    with pytest.raises(ConfigError, match="attack once"):
+        run_study(
+            small(attacks, "seeds=40"), out=tmp_path, federation=tiny_federation()
+        )  # 1 - (5 / 6) ** 40 of all draws have it
     assert not list(tmp_path.iterdir())
