@@ -13,6 +13,7 @@ import shutil
 import sys
 import tomllib
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli.app import app
+from coterie.data.build import build_federation
 from coterie.engine.evaluation import Evaluator
 from coterie.engine.task import Task
 from coterie.exchange.base import Inbox
@@ -34,6 +36,7 @@ from coterie.models.layout import Layout
 from coterie.models.part import ParameterSharing
 from coterie.net import nodefile, servicefile
 from coterie.net.relay import RelayFile
+from coterie.simulation.run import check_run
 from coterie.studies.config import load_study, parse_study_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -252,6 +255,43 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(path, bundled, tmp_path, mon
             run_commands(block, bundled)
         elif block.runs and block.language == "python":
             exec(compile(block.text, str(path), "exec"), vars(module))
+
+
+@pytest.mark.parametrize("path", pages_with("sh"))
+def test_a_page_says_where_the_modules_are_that_its_studies_name(path):
+    """The tests above have the page's folder in their path; a reader's program has not."""
+    files, exported = {}, False
+    for block in blocks(path):
+        if block.title:
+            files[block.title] = block.text
+        if block.language != "sh":
+            continue
+        for words in commands(block):
+            exported |= words[:2] == ["export", "PYTHONPATH=."]
+            study = files.get(words[2], "") if words[:2] == ["coterie", "run"] and words[2:] else ""
+            modules = [name.removesuffix(".py") for name in files if name.endswith(".py")]
+            named = [name for name in modules if f'"{name}:' in study]
+            assert exported or not named, f"{words}: {named} are not found without PYTHONPATH=."
+
+
+@pytest.mark.parametrize("path", [full(*one.values, id=one.id) for one in pages_with("toml")])
+def test_the_studies_of_a_page_can_be_run(path, tmp_path, monkeypatch):
+    """What `coterie run` checks before its first run: settings that do not go together are refused there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for block in blocks(path, "python"):
+        if block.title:
+            (tmp_path / block.title).write_text(block.text, encoding="utf-8")
+    for block in blocks(path, "toml"):
+        if block.title.endswith(("node.toml", "relay.toml")):
+            continue
+        study = parse_study_text(block.text)
+        if study.data.dataset != "digits":  # other data are not here
+            continue
+        federation = build_federation(study.data, study.seeds[0])
+        for entry in study.methods:
+            quick = replace(entry.settings, engine="loop", portable=False)
+            check_run(federation, entry.method, study.model.named_model, quick, study.seeds)
 
 
 def test_what_is_not_run_is_counted():
