@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e . -r requirements-dev.txt
 	@touch $@
 
-demo: setup ## run the main job: digits, four rotations, four methods, three seeds
+demo: setup ## run the main job: digits, four rotations, four methods, eight seeds
 	$(BIN)/coterie run
 
 check: setup ## lint, format, types, words

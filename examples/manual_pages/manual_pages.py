@@ -1,7 +1,8 @@
 """A small language model of bytes, and 24 clients who adapt it to manual pages of six languages.
 
-    python manual_pages.py small-gpt2 --pages pages.parquet     # pretrains the model that all start from
-    PYTHONPATH=. coterie run manual-pages.toml
+    export PYTHONPATH=. MANUAL_PAGES=pages.parquet
+    python manual_pages.py small-gpt2     # pretrains the model that all start from
+    coterie run manual-pages.toml
 
 `pages.parquet` has the columns `language` and `text`. Without it, made-up pages of six made-up
 languages stand in, to try the commands.
@@ -129,7 +130,7 @@ def measure_start(folder: str, pages: str | None = None, seed: int = 0) -> float
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", help="where the model is written")
-    parser.add_argument("--pages", help="a parquet file; made-up pages when not given")
+    parser.add_argument("--pages", help="a parquet file; that of MANUAL_PAGES when not given")
     parser.add_argument("--steps", type=int, default=1500)
     given = parser.parse_args()
     pretrain(given.folder, given.pages, given.steps)
