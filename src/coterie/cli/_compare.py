@@ -122,7 +122,7 @@ def compare_studies(
       coterie compare runs/rotated-digits --format latex
       coterie compare runs/rotated-digits runs/my-study
       coterie compare runs/rotated-digits --equal-bytes
-      coterie compare runs/stragglers --equal-time
+      coterie compare runs/stragglers/digits --equal-time
       coterie compare runs/my-sweep --setting data.num_clients --format latex
       coterie compare runs/similarity/synthetic --paper
     """
