@@ -64,7 +64,7 @@ class Links(Protocol):
         """Ask a member; return why there is no answer."""
         ...
 
-    def announce(self, run: "GrpcRun", here: bool, wait: float) -> None:
+    def announce(self, run: "GrpcRun", wait: float) -> None:
         """Let the members with a link to this node know whether it takes part in a run."""
         ...
 
@@ -264,7 +264,7 @@ class GrpcRun:
         """Let the members with a link to this node know that it takes part."""
         if not self.announced:
             self.announced = True
-            self._links_of_node.announce(self, True, 2.0)
+            self._links_of_node.announce(self, 2.0)
 
     def serve_head(self, head: HeadSource) -> None:
         """Register the handler of questions about this node's state."""
@@ -312,6 +312,6 @@ class GrpcRun:
                 return
             self._closed = True
         # Nobody waits for it, and a member that is not dialed yet has to be dialed first.
-        self._links_of_node.announce(self, False, 10.0)
+        self._links_of_node.announce(self, 10.0)
         self.outbox.close()
         self._links_of_node.drop_run(self)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -61,6 +61,7 @@ _CONNECT = 5.0  # seconds for a connection to come up
 _AGAIN = 0.2  # seconds until a question is asked again whose way was lost
 _RESTART = 30.0  # seconds in which a relay may be started again, and members come back to it
 _IDLE = 60.0  # seconds after which a link that is not used is closed
+_WORDS = 3  # times that a word is said without an answer in time
 _INSPECT = 10.0  # seconds between two looks at who answers at an address
 _LOOPBACK = ("127.", "::1", "localhost")
 _READY, _IDLING, _FAILED, _OVER = (
@@ -100,6 +101,7 @@ class _Link:
         inspected: when it was looked at who answers there.
         watch: follows its state.
         stream: keeps a stream open on it, on which this node is called back.
+        words: held while this node says whether it takes part.
     """
 
     channel: grpc.aio.Channel
@@ -110,6 +112,7 @@ class _Link:
     watch: asyncio.Task[None] | None = None
     stream: asyncio.Task[None] | None = None
     inspected: float = -math.inf
+    words: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class _Limit:
@@ -429,7 +432,7 @@ class GrpcTransport(GrpcRun, GrpcServer):
                 link.missing, was_up = None, True
                 self._attach_to(link)
                 for run in self._runs.values():
-                    await self._exchange_presence(link, run.announced, run=run)
+                    await self._exchange_presence(link, run)
             elif state is _FAILED:
                 link.missing = link.missing or Missing("unreachable")
                 if not self._may_come_back(peer):
@@ -520,27 +523,40 @@ class GrpcTransport(GrpcRun, GrpcServer):
         elif end < time.time():
             self._count_refusal("expired", member.name, OVER)
 
-    async def _exchange_presence(
-        self, link: _Link, here: bool, wait: float = 2.0, run: GrpcRun | None = None
-    ) -> None:
-        """Send a member whether this node takes part; its answer is whether that one does."""
-        run = run or self
-        if not run.takes(link.member.name):
+    async def _exchange_presence(self, link: _Link, run: GrpcRun, wait: float = 2.0) -> None:
+        """Send a member whether this node takes part; its answer is whether that one does.
+
+        One word at a time, each as it is true when it is sent, so that none overtakes another. That
+        this node is here is said again when there is no answer in time: nobody would know it from
+        then on.
+        """
+        peer = link.member.name
+        if not run.takes(peer):
             return
         # One message and no stream, so that the answer is bounded.
         ask = link.channel.unary_unary(f"/{SERVICE}/Presence")
-        peer, before = link.member.name, run.said[link.member.name]
-        question = self.encode({"here": here, "run": run.run})
-        with suppress(grpc.aio.AioRpcError, Refused):
-            answer = await ask(question, timeout=wait, metadata=self.metadata)
-            there = parse_fields(answer, {"here": bool})["here"]
-            # What it said by itself meanwhile is newer than its answer, which may be overtaken:
-            # it says only once that it is here, and would be taken for away from then on.
-            if not self._closed and run.said[peer] == before:
-                run.note_presence(peer, there)
-            # What this node has said of itself meanwhile may have been overtaken as well.
-            if not here and run.is_here:
-                await self._exchange_presence(link, True, wait, run)
+        async with link.words:
+            for _ in range(_WORDS):
+                before, here, left = run.said[peer], run.is_here, False
+                question = self.encode({"here": here, "run": run.run})
+                try:
+                    answer = await ask(question, timeout=wait, metadata=self.metadata)
+                    there = parse_fields(answer, {"here": bool})["here"]
+                except grpc.aio.AioRpcError as error:
+                    reason = read_error(error).reason
+                    if reason == "timeout" and here and link.channel.get_state() is _READY:
+                        continue
+                    if reason not in ("closing", "not_ready"):
+                        return
+                    # It is not in this run, or not any more.
+                    there, left = False, reason == "closing"
+                except Refused:
+                    return
+                # What it said by itself meanwhile is newer than its answer, which may be overtaken:
+                # it says only once that it is here, and would be taken for away from then on.
+                if not self._closed and run.said[peer] == before:
+                    run.note_presence(peer, there, left=left)
+                return
 
     async def _close_unused_links(self) -> None:
         while True:
@@ -717,19 +733,19 @@ class GrpcTransport(GrpcRun, GrpcServer):
 
     # ------------------------------------------------------------------ answering
 
-    def announce(self, run: GrpcRun, here: bool, wait: float) -> None:
+    def announce(self, run: GrpcRun, wait: float) -> None:
         """Let the members with a link to this node know whether it takes part in a run."""
-        asyncio.run_coroutine_threadsafe(self._announce_to_all(here, wait, run), self._loop)
+        asyncio.run_coroutine_threadsafe(self._announce_to_all(run, wait), self._loop)
 
-    async def _announce_to_all(self, here: bool, wait: float, run: GrpcRun) -> None:
+    async def _announce_to_all(self, run: GrpcRun, wait: float) -> None:
         links = [li for li in self._links.values() if li.channel.get_state() is _READY]
-        if run is not self and not here:
+        if run is not self and not run.is_here:
             # The links outlive the run: who dials this node and is not dialed by it learns it, too.
             dialed = {link.member.name for link in links}
             for peer in run.alive_members() - dialed:
                 if (link := await self._link_to(peer)) is not None:
                     links.append(link)
-        await asyncio.gather(*(self._exchange_presence(link, here, wait, run) for link in links))
+        await asyncio.gather(*(self._exchange_presence(link, run, wait) for link in links))
 
     async def _answer_presence(self, question: Question, context: Any) -> None:
         run, here = await self._find_run(question, context), question.fields["here"]
@@ -829,7 +845,8 @@ class GrpcTransport(GrpcRun, GrpcServer):
         for question in asking:
             question.cancel()
         for run in self._runs.values():
-            self._run(self._announce_to_all(False, 1.0, run))
+            run._closed = True
+            self._run(self._announce_to_all(run, 1.0))
             run.outbox.close()
         self._run(self._leave())
         for (reason, peer), limit in self._refusals.items():

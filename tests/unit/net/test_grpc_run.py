@@ -1,5 +1,6 @@
 """Runs behind one address: each has its members, its messages and its own say about who takes part."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -107,15 +108,62 @@ def test_who_takes_part_is_known_for_each_run(three):
     assert first.lost_members() == frozenset(), "it has said that it leaves"
 
 
-def test_a_word_that_was_overtaken_is_said_again(three):
+@pytest.fixture
+def words(monkeypatch) -> tuple[list[bool], list[float]]:
+    """The words of whether a node takes part, as the others get them, and the seconds that each of them takes."""
+    heard, busy, answer = [], [], GrpcTransport._answer_presence
+
+    async def answer_late(self, question, context):
+        if question.fields["run"] == "study-1":
+            await asyncio.sleep(busy.pop(0) if busy else 0)
+            heard.append(question.fields["here"])
+        await answer(self, question, context)
+
+    monkeypatch.setattr(GrpcTransport, "_answer_presence", answer_late)
+    return heard, busy
+
+
+def test_no_word_overtakes_another(words, three):
     """As a link came up this node took no part yet; by the time that this is read, it does."""
+    heard, busy = words
+    busy.append(0.5)
     who, (a, b, _) = three
     first, second = a.open_run(of_two(who)), b.open_run(of_two(who))
     a.ask_head("n1", "1", 2.0)
+    until(lambda: not busy)
     first.publish(Address(0, 0, 0), Missing("withheld", 0))
+    until(lambda: len(heard) == 2)
+    assert heard == [False, True]
     until(lambda: second.alive_members() == {"n0"})
-    a._run(a._exchange_presence(a._links["n1"], False, run=first))
+
+
+def test_that_a_node_is_here_is_said_again_when_there_is_no_answer_in_time(words, three):
+    heard, busy = words
+    who, (a, b, _) = three
+    first, second = a.open_run(of_two(who)), b.open_run(of_two(who))
+    first.announced = True
+    link = a._run(a._link_to("n1"))
+    until(lambda: heard == [True])
+    second.note_presence("n0", False)
+    busy += [1.0, 1.0]
+    a._run(a._exchange_presence(link, first, 0.2))
     assert second.alive_members() == {"n0"}
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_member_without_the_run_takes_no_part_in_it(three, over):
+    """It left just before this node said that it is here, and so did not tell it."""
+    who, (a, b, _) = three
+    of = of_two(who, OVER if over else "study-1")
+    first, second = a.open_run(of), b.open_run(of)
+    second.announced = True
+    link = a._run(a._link_to("n1"))
+    until(lambda: first.alive_members() == {"n1"})
+    assert not second.alive_members(), "n0 has not said that it is here"
+    second.close()
+    a._run(a._exchange_presence(link, first))
+    assert not first.alive_members()
+    assert first.lost_members() == (frozenset() if over else {"n1"}), "it may come back"
 
 
 def test_a_message_of_one_study_is_no_answer_in_another(three):

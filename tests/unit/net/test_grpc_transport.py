@@ -154,7 +154,7 @@ def test_what_a_member_says_by_itself_is_newer_than_an_answer_that_was_overtaken
     a._run(_stop_watching(link))
     with monkeypatch.context() as change:
         change.setattr(link, "channel", _Overtaken(a))
-        a._run(a._exchange_presence(link, True))
+        a._run(a._exchange_presence(link, a))
     assert a.alive_members() == {"n1"}
 
 
