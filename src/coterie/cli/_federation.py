@@ -99,9 +99,10 @@ def sign_member(
     if not any(setup.load_members(folder).values()):
         return  # a relay that was signed before the first member
     made = setup.write_federation(folder)
+    number = len(made.members)
     typer.echo(
         f"{show_path(folder / 'roster.toml')}, version {made.version}, has "
-        f"{len(made.members)} members: {_net.SEND}"
+        f"{number} member{'s' * (number != 1)}: {_net.SEND}"
     )
 
 
