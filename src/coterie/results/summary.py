@@ -384,7 +384,8 @@ def compute_time_to_accuracy(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
     others. Both need evaluations during the rounds (`eval_every`).
 
     Args:
-        runs: finished runs of one study.
+        runs: finished runs of one study, in its order; of several methods that are a baseline the
+            first one is.
 
     Returns:
         A row for each method and metric ("accuracy" over the clients' own test sets,
@@ -396,7 +397,9 @@ def compute_time_to_accuracy(runs: Sequence[StoredRun]) -> list[dict[str, Any]]:
         ratio of rounds says little where rounds differ in length.
     """
     # Times are compared within a seed: methods then have the same clients and first models.
-    bases: dict[tuple[str, int], StoredRun] = {(run.method_kind, run.seed): run for run in runs}
+    bases: dict[tuple[str, int], StoredRun] = {}
+    for run in runs:
+        bases.setdefault((run.method_kind, run.seed), run)
     found: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
     in_seconds: dict[tuple[str, str, str], list[tuple[float, float, str]]] = {}
     for run in runs:

@@ -24,6 +24,7 @@ def run(
     *,
     seed: int = 0,
     trained: int = 0,
+    label: str = "",
     **provenance: Any,
 ):
     """A finished run of two clients with these test accuracies, and so many rows of local training."""
@@ -38,7 +39,7 @@ def run(
     ]
     rows += [(t, 0, -1, "train", "current", "loss", 1.0) for t in range(trained)]
     table = pd.DataFrame(rows, columns=METRIC_COLUMNS)
-    config = {"methods": [{"kind": kind, "label": kind}]}
+    config = {"methods": [{"kind": kind, "label": label or kind}]}
     return StoredRun(
         Path(f"seed-{seed}"), config, provenance, table, pd.DataFrame(columns=EDGE_COLUMNS)
     )
@@ -96,6 +97,17 @@ def test_sosicfl_plus_is_timed_against_ditto():
         0,
         math.inf,
     )
+
+
+def test_of_two_baselines_the_first_of_the_study_counts():
+    """Another rate of FedAvg, added at the end, never gets to 0.6: what others took is of the first all the same."""
+    other = run("fedavg", {9: (0.2, 0.2), 19: (0.3, 0.3)}, label="FedAvg, lr=1")
+    rows = summary.compute_time_to_accuracy([run("fedavg", BASE), run("ifca", BASE), other])
+    assert {row["label"]: row["base"] for row in rows} == {
+        "ifca": "fedavg",
+        "FedAvg, lr=1": "fedavg",
+    }
+    assert {row["label"]: row["reached"] for row in rows} == {"ifca": 1, "FedAvg, lr=1": 0}
 
 
 def test_a_method_of_another_package_is_timed_against_what_it_declared_when_it_ran():
