@@ -114,7 +114,8 @@ def within_share_of_groups(metrics: pd.DataFrame, truth: PlantedPhases) -> pd.Se
 
     Args:
         metrics: the metrics table.
-        truth: the planted cluster of each client by round.
+        truth: the planted cluster of each client by round; as in `within_share`, a client of which
+            it is unknown is outside the clusters of others, and its own pairs are not counted.
 
     Returns:
         By round, for those in which a method reported groups; NaN where no two clients share one.
@@ -126,14 +127,17 @@ def within_share_of_groups(metrics: pd.DataFrame, truth: PlantedPhases) -> pd.Se
     planted = truth.find(index, metrics["client"].to_numpy(np.int64)[chosen])
     rounds, place = np.unique(index, return_inverse=True)
 
-    def count_pairs(*columns: np.ndarray) -> np.ndarray:
-        found, sizes = np.unique(np.stack([place, *columns]), axis=1, return_counts=True)
-        return np.bincount(found[0], weights=sizes * (sizes - 1), minlength=len(rounds))
-
-    group = value[chosen].astype(np.int64)
-    pairs = count_pairs(group)
+    known = planted >= 0
+    group = np.stack([place, value[chosen].astype(np.int64)])
+    found, at, sizes = np.unique(group, axis=1, return_inverse=True, return_counts=True)
+    # Ordered pairs, as a reader and a client that it reads: the cluster of the first is known.
+    readers = np.bincount(at.ravel(), weights=known, minlength=len(sizes))
+    pairs = np.bincount(found[0], weights=readers * (sizes - 1), minlength=len(rounds))
+    same = np.concatenate([group, planted[None]])[:, known]
+    found, sizes = np.unique(same, axis=1, return_counts=True)
+    inside = np.bincount(found[0], weights=sizes * (sizes - 1), minlength=len(rounds))
     share = np.full(len(rounds), np.nan)
-    np.divide(count_pairs(group, planted), pairs, out=share, where=pairs > 0)
+    np.divide(inside, pairs, out=share, where=pairs > 0)
     return pd.Series(share, index=rounds, dtype=float, name="within")
 
 

@@ -5,6 +5,7 @@ from scipy.sparse import csr_array
 
 from coterie.errors import ConfigError, DataError
 from coterie.results import graph
+from coterie.results.planted import PlantedPhases
 
 
 def edges(*rows: tuple[int, int, int]) -> pd.DataFrame:
@@ -50,6 +51,22 @@ def test_within_share_is_per_round():
     truth = np.array([0, 0, 1, 1])
     share = graph.within_share(edges((0, 0, 1), (0, 0, 2), (4, 2, 3), (4, 3, 2), (4, 1, 1)), truth)
     assert share.to_dict() == {0: 0.5, 4: 1.0}
+
+
+def test_pairs_of_unknown_clients_are_no_cluster():
+    """0 and 1 are a cluster, 2 and 3 unknown. One model of all: of three each, 0 and 1 share theirs with one of their own.
+
+    In round 1 only unknown clients share a model, and there is nothing to say.
+    """
+    groups = [[7.0, 7.0, 7.0, 7.0], [0.0, 1.0, 2.0, 2.0]]
+    metrics = pd.DataFrame(
+        [(t, c, "train", "label", groups[t][c]) for t in (0, 1) for c in range(4)],
+        columns=["round", "client", "split", "metric", "value"],
+    )
+    truth = PlantedPhases(np.zeros(1, np.int64), np.array([[0, 0, -1, -1]]))
+    shares = graph.within_share_of_groups(metrics, truth)
+    assert shares[0] == pytest.approx(1 / 3)
+    assert np.isnan(shares[1])
 
 
 def test_reads_of_unknown_clients_are_outside_and_readers_of_these_are_not_counted():
