@@ -85,7 +85,8 @@ class Members:
             coterie("federation", "join", name, address, "--folder", folder / name)
             request = folder / name / f"{name}.csr"
             said = coterie("federation", "sign", organizer, request, address, "--name", name)
-            assert f"version {number + 1}, has {number + 1} members" in said
+            has = "1 member" if number == 0 else f"{number + 1} members"
+            assert f"version {number + 1}, has {has}:" in said
         study = config.parse_study_text(STUDY)
         rows = build_federation(study.data, 0)
         for number, name in enumerate(names):
