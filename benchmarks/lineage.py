@@ -20,7 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from coterie._util.origin import write_results
+from coterie.cli._display import show_progress
 from coterie.functional.metrics import REGISTRY
 from coterie.papers import compare
 from coterie.results import stored_runs, summary
@@ -155,7 +158,11 @@ def run_point(
     cells = []
     for name in grid["studies"]:
         study = load_study(name, list_changes(grid, point, stage))
-        run_study(study, out=out, workers=workers)
+        # Hours of work: which run is at which round, on standard error.
+        console = Console(stderr=True)
+        console.print(f"{point['name']}: {study.name}", highlight=False, markup=False)
+        with show_progress([study], console, quiet=False) as observer:
+            run_study(study, out=out, workers=workers, observer=observer, notes=observer)
         cells += find_cells(grid, name, out / study.name)
     return cells
 

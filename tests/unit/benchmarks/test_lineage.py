@@ -65,7 +65,7 @@ def test_what_a_point_says_wins_over_what_its_stage_says():
     assert {stage: number for (_, stage), number in rounds.items()} == {1: 33, 2: 100}
 
 
-def test_the_score_is_the_mean_square_in_deviations_of_the_paper(tmp_path, monkeypatch):
+def test_the_score_is_the_mean_square_in_deviations_of_the_paper(tmp_path, monkeypatch, capsys):
     """The cells of a small run, against the paper's table and the summary as they are stored."""
     federation = tiny_federation()
     grid = {
@@ -77,6 +77,11 @@ def test_the_score_is_the_mean_square_in_deviations_of_the_paper(tmp_path, monke
         lineage, "run_study", lambda study, **given: run(study, federation=federation, **given)
     )
     cells = lineage.run_point(grid, {"name": "small", "set": []}, 1, tmp_path, 1)
+    # A reader of hours of work sees where it is; standard output has results alone.
+    said = capsys.readouterr()
+    assert "small: panm/cifar10-4\n" in said.err
+    assert "FedAvg, seed 1: round 1/1" in said.err
+    assert said.out == ""
     rows = json.loads((tmp_path / "panm/cifar10-4/summary.json").read_text())["rows"]
     table = csv.DictReader((ROOT / "src/coterie/papers/panm.csv").read_text().splitlines())
     squares = []
