@@ -436,18 +436,23 @@ def joined(
     study = replace(first, methods=tuple(methods), seeds=tuple(sorted({*seeds[0], *seeds[1]})))
     order = [entry.label for entry in methods]
     both = sorted([*runs, *each], key=lambda run: (order.index(run["label"]), run["seed"]))
-    known = {
-        (row["label"], row["cluster"], row["metric"]): row
-        for row in [*before["rows"], *content["rows"]]
-    }
+    parts: dict[tuple[str, str, str], list[Content]] = {}
+    for row in [*before["rows"], *content["rows"]]:
+        parts.setdefault((row["label"], row["cluster"], row["metric"]), []).append(row)
     rows = []
-    for (label, cluster, metric), row in known.items():
-        found = [
-            run["values"].get(metric, {}).get(cluster) for run in both if run["label"] == label
-        ]
-        if None not in found:  # what not every run has measured has no mean
-            mean, deviation = summary.mean_std_over_seeds(np.array(found))
-            rows.append({**row, "mean": mean, "std": deviation, "seeds": len(found)})
+    for (label, cluster, metric), of_parts in parts.items():
+        found = [run["values"].get(metric, {}) for run in both if run["label"] == label]
+        if all(cluster in one for one in found):  # what not every run has measured has no mean
+            # Stored as None is what was measured and is no number: diverged, or undefined.
+            mean, deviation = summary.mean_std_over_seeds(
+                np.array([one[cluster] for one in found], float)
+            )
+            row = {**of_parts[-1], "mean": mean, "std": deviation, "seeds": len(found)}
+            row.pop("undefined", None)
+            unknown = [one for one in of_parts if one["mean"] is None or math.isnan(one["mean"])]
+            if unknown and all(one.get("undefined") for one in unknown):
+                row["undefined"] = True
+            rows.append(row)
     lists = {
         name: [*before.get(name, ()), *content.get(name, ())]
         for name in ("timing", "participation", "undefined")

@@ -915,11 +915,11 @@ def test_the_claims_about_fedgwc_beside_other_methods():
     words = "the mended ones move FedAvg by {:.1f} points and FedGWC by {:.1f}, one seed)"
     assert words.format(percent["FedAvg"] - both[0], gwc - both[1]) in TEXT
     assert former["FedAvgM"] < 1.05 < 10 < former["FedGWC paper+FedAvgM"] < former["FedAvg"]
-    half, lifted = former["FedAvgM 0.5"], former["FedGWC paper+FedAvgM 0.5"]
+    half, lifted = percent["FedAvgM 0.5"], percent["FedGWC paper+FedAvgM 0.5"]
     assert f"from {half:.1f} % to {lifted:.1f} % with a momentum of 0.5;" in TEXT
     beta = in_percent("fedgwc/beta")
     words = "{:.1f} %, as with 0.1, {:.1f} %; with 4 it does not split and has {:.1f} %."
-    assert words.format(both[1], beta["FedGWC beta=0.1"], beta["FedGWC beta=4"]) in TEXT
+    assert words.format(gwc, beta["FedGWC beta=0.1"], beta["FedGWC beta=4"]) in TEXT
     assert means("fedgwc/beta", "n_clusters")["FedGWC beta=4"] == 1
     study = "fedgwc/cifar100-hom-het-xhet"
     found, clusters = means(study, "adjusted_rand"), means(study, "n_clusters")
@@ -1364,7 +1364,7 @@ FAR_APART = {
         "fedgwc/cifar100-cluster-methods", "accuracy", "FedGWC paper+FedProx", ("FedProx",),
     ),
     "Lifts FedAvgM, too": (
-        "fedgwc/cifar100-cluster-methods-mixture", "accuracy", "FedGWC paper+FedAvgM 0.5",
+        "fedgwc/cifar100-cluster-methods", "accuracy", "FedGWC paper+FedAvgM 0.5",
         ("FedAvgM 0.5",),
     ),
     "Simplices of whole networks are worse globally (Fig. 9)": (

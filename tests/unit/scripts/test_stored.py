@@ -1,6 +1,7 @@
 """Stored results say where they come from; pages say how old they are; a cheap study comes out again."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -438,17 +439,19 @@ def study_of(labels, seeds, **changes):
     return replace(study, methods=methods, seeds=tuple(seeds), **changes)
 
 
-def a_part(folder: Path, write_run, final_rows, results, **changes) -> Path:
-    """A study whose runs ended with these accuracies of its two clients, by method and seed."""
+def a_part(folder: Path, write_run, final_rows, results, diverged=None, **changes) -> Path:
+    """A study whose runs ended with these accuracies of its two clients, by method and seed; one may have diverged."""
     for (label, seed), accuracy in results.items():
         run = folder / label / f"seed-{seed}"
+        loss = [math.nan if (label, seed) == diverged else 1.0] * 2
         write_run(
             run,
             study="rotated-digits",
             kind=label.lower(),
             label=label,
             seed=seed,
-            metrics=final_rows(accuracy, [0, 1]),
+            metrics=final_rows(accuracy, [0, 1])
+            + (final_rows(loss, [0, 1], metric="loss") if diverged else []),
         )
         tells_its_origin(
             run,
@@ -472,22 +475,33 @@ ACCURACIES = {
 @pytest.mark.parametrize(
     "cut", [lambda label, seed: label == "Local", lambda label, seed: seed == 0]
 )
-def test_parts_that_are_joined_are_what_the_whole_is(history, tmp_path, write_run, final_rows, cut):
-    """Other methods with the same seeds, and other seeds of the same methods."""
-    first = {key: value for key, value in ACCURACIES.items() if cut(*key)}
-    second = {key: value for key, value in ACCURACIES.items() if not cut(*key)}
+@pytest.mark.parametrize(
+    ("lost", "diverged"),
+    [(None, None), ("Local", None), ("Local", ("Local", 0)), ("Local", ("Local", 1))],
+)
+def test_parts_that_are_joined_are_what_the_whole_is(
+    history, tmp_path, write_run, final_rows, cut, lost, diverged
+):
+    """Other methods with the same seeds, and other seeds of the same methods; one run may have no number to show."""
+    accuracies = {
+        key: [math.nan, math.nan] if key[0] == lost else value for key, value in ACCURACIES.items()
+    }
+    first = {key: value for key, value in accuracies.items() if cut(*key)}
+    second = {key: value for key, value in accuracies.items() if not cut(*key)}
     whole = stored.keep(
-        a_part(tmp_path / "w", write_run, final_rows, ACCURACIES),
+        a_part(tmp_path / "w", write_run, final_rows, accuracies, diverged),
         in_one_go=False,
         where=tmp_path / "whole",
     )
     stored.keep(
-        a_part(tmp_path / "a", write_run, final_rows, first),
+        a_part(tmp_path / "a", write_run, final_rows, first, diverged),
         in_one_go=False,
         where=tmp_path / "kept",
     )
     kept = stored.keep(
-        a_part(tmp_path / "b", write_run, final_rows, second), join=True, where=tmp_path / "kept"
+        a_part(tmp_path / "b", write_run, final_rows, second, diverged),
+        join=True,
+        where=tmp_path / "kept",
     )
 
     def read(folder, name):
