@@ -359,13 +359,15 @@ def _swept(result: compare.StudyResult) -> str:
 
 def _alone(result: compare.StudyResult) -> str:
     """Return the numbers of a study that repeats no published experiment: a row for each method."""
-    rows = [row for row in result.rows if row["cluster"] == "all" and row["mean"] is not None]
+    overall = [row for row in result.rows if row["cluster"] == "all"]
+    rows = [row for row in overall if row["mean"] is not None]
     seeds = {row["seeds"] for row in rows}
     columns = list(dict.fromkeys(row["metric"] for row in rows))
-    cells: dict[str, dict[str, str]] = {}
+    # A method whose models diverged has a row, too, and nothing in it.
+    cells: dict[str, dict[str, str]] = {row["label"]: {} for row in overall}
     for row in rows:
         count = f" (n {row['seeds']})" if len(seeds) > 1 else ""
-        cells.setdefault(row["label"], {})[row["metric"]] = f"{row['mean']:.4g}{count}"
+        cells[row["label"]][row["metric"]] = f"{row['mean']:.4g}{count}"
     made = [(label, *(own.get(name, "") for name in columns)) for label, own in cells.items()]
     head = ("method", *(name.replace("_", " ") for name in columns))
     said = "n is the number of seeds"

@@ -569,11 +569,13 @@ def compare_with_paper(result: StudyResult) -> PaperComparison:
             line = _compare_number(result, entry.label, one)
             if line is not None:
                 found.append(line)
-            elif result.find_row(entry.label, one.cluster, one.metric) is not None:
-                undefined[
-                    f"{entry.label} is not compared by {REGISTRY[one.metric].title}: in some seed "
-                    "a client of it has no finite value (it diverged)."
-                ] = None
+            elif unknown := result.find_row(entry.label, one.cluster, one.metric):
+                title = REGISTRY[one.metric].title
+                why = f"a client of it has no finite {title} (it diverged)"
+                if unknown.get("undefined"):
+                    why = f"{title} is undefined"
+                said = f"{entry.label} is not compared by {title}: in some seed {why}."
+                undefined[said] = None
         if found:
             chosen = standing.setdefault(row, entry.label) != entry.label
             lines += [_judge_number(line, found, chosen=chosen) for line in found]

@@ -531,7 +531,7 @@ def describe_unknown(rows: Iterable[Mapping[str, Any]], metric: Metric, cluster:
             continue
         reason = f"in some seed a client of it has no finite {metric.title} (it diverged)"
         if row.get("undefined"):
-            reason = f"in some seed the test samples leave {metric.title} undefined"
+            reason = f"in some seed {metric.title} is undefined"
         lines.append(f"{row['label']} is not ranked: {reason}")
     return lines
 

@@ -367,7 +367,7 @@ def test_a_method_without_a_mean_is_not_ranked_and_named():
     )
     rows[1]["undefined"] = True
     assert pairs.describe_leaders(rows, [], ACCURACY) == (
-        "Broken is not ranked: in some seed the test samples leave accuracy undefined."
+        "Broken is not ranked: in some seed accuracy is undefined."
     )
 
 

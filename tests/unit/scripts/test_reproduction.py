@@ -82,6 +82,20 @@ def test_a_stored_study_is_told_with_what_its_tables_hold_though_it_was_not_aske
     assert shown["n clusters"] == f"{rows['n_clusters']:.4g}"
     assert shown["accuracy max"] == f"{rows['accuracy_max']:.4g}"
     assert page.endswith("Means over clients; 1 seed.\n")
+    # A method whose models diverged is named beside the others.
+    content = json.loads((kept / "summary.json").read_text())
+    content["rows"].append(
+        content["rows"][0]
+        | {
+            "label": "lost",
+            "cluster": "all",
+            "metric": "accuracy",
+            "mean": None,
+            "undefined": False,
+        }
+    )
+    (kept / "summary.json").write_text(json.dumps(content))
+    assert re.search(r"^\| lost \|[ |]*$", reproduction.section(kept), re.MULTILINE)
 
 
 @pytest.mark.full
