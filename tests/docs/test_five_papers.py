@@ -1178,8 +1178,8 @@ def test_the_claims_about_server_based_methods():
     assert (overall["Ditto"], overall["SosicFL+"]) == (overall["FedAvg"], overall["SosicFL"])
     assert set(means("fedgwc/cifar100-dirichlet", "n_clusters").values()) == {1.0}
     assert means("fedgwc/cifar10-clean", "n_clusters") == {"FedGWC": 1.0}
-    assert means("fedgwc/cifar10-clean-blur", "rand")["FedGWC, 35 meetings"] == 1.0
-    assert means("fedgwc/cifar10-clean-blur", "n_clusters") == {
+    assert means("fedgwc/cifar10-clean-blur-strong", "rand")["FedGWC, 35 meetings"] == 1.0
+    assert means("fedgwc/cifar10-clean-blur-strong", "n_clusters") == {
         "FedGWC": 3.0,
         "FedGWC, 35 meetings": 2.0,
     }

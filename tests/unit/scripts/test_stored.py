@@ -711,7 +711,7 @@ def test_bad_input_is_one_line_and_exit_status_2(tmp_path, monkeypatch, capsys):
 
 
 def test_notes_are_filled_in_from_what_is_stored():
-    folder = stored.STORED / "fedgwc/cifar10-clean-blur"
+    folder = stored.STORED / "fedgwc/cifar10-clean-blur-strong"
     (mean,) = (
         row["mean"] for row in json.loads((folder / "summary.json").read_text())["rows"]
         if (row["label"], row["cluster"], row["metric"]) == ("FedGWC", "all", "rand")
