@@ -931,16 +931,22 @@ def test_the_claims_about_fedgwc_beside_other_methods():
     assert clusters["FedGWC"] == 7
 
 
-def test_the_claims_about_noise():
+def test_the_claims_about_visual_domains():
+    costs = []
+    for domain, strength in (("noise", "sigma = 0.5"), ("blur", "radius = 2.0")):
+        study = f"fedgwc/cifar10-clean-{domain}"
+        percent = percents(study)
+        costs.append(percent["FedGWC", "clean"] - percent["FedGWC", domain])
+        assert means(study, "n_clusters")["FedGWC"] == 1.0
+        text = (STORED / study / "config.toml").read_text()
+        assert "rounds = 10000" in text
+        assert strength in text
+    words = "which cost {:.1f} and {:.1f} points, FedGWC stays one cluster over all 10,000 rounds."
+    assert words.format(*costs) in TEXT
     study = "fedgwc/cifar10-clean-noise"
-    percent = percents(study)
-    cost = percent["FedGWC", "clean"] - percent["FedGWC", "noise"]
-    assert f"which costs {cost:.1f} points, FedGWC stays one cluster" in TEXT
     assert means(study, "n_clusters") == {"FeSEM 2": 2.0, "FedGWC": 1.0}
     assert abs(means(study, "adjusted_rand")["FeSEM 2"]) < 0.02
-    text = (STORED / study / "config.toml").read_text()
-    assert "rounds = 10000" in text
-    assert "sigma = 0.5" in text
+    assert "radius = 4.0" in (STORED / "fedgwc/cifar10-clean-blur-strong/config.toml").read_text()
 
 
 def test_the_claims_about_two_folds():
